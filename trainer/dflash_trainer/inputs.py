@@ -1,0 +1,166 @@
+"""What a run file comes to: its data, its target's sizes, its drafter and its plan, or why it cannot start."""
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from dflash_agent import outputs
+from dflash_agent.findings import Finding
+from dflash_agent.runfile import RunFile, settings
+
+from dflash_trainer.drafter import DrafterConfig, spaced_layer_ids
+from dflash_trainer.errors import CannotStart
+from dflash_trainer.plan import Plan, make_plan
+from dflash_trainer.store import TokenStore, load_store
+from dflash_trainer.target import choose_mask_token, read_config, target_fingerprint
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """Everything that is known before any weight is loaded."""
+
+    store: TokenStore
+    plan: Plan
+    drafter: DrafterConfig
+    identity: dict[str, Any]  # what makes two attempts the same run; kept as OUTPUT/run.json
+
+
+def resolve(run: RunFile) -> Inputs:
+    """Reads the data and the target's configuration. Raises CannotStart with what is wrong and what to do."""
+    directory = Path(run.target.model)
+    config = read_config(directory)
+    if run.train.dp_pairs != 1:
+        raise CannotStart(f"dp_pairs = {run.train.dp_pairs}: this version trains one pair; set it to 1")
+    store = load_store(
+        Path(run.data.dir), min(run.data.max_length, run.train.token_budget), int(config.vocab_size)
+    )
+    plan = make_plan(
+        np.diff(store.offsets), run.train.token_budget, run.train.seed, run.train.epochs, run.train.max_steps
+    )
+    used = set(np.unique(store.tokens).tolist())
+    mask = choose_mask_token(directory, int(config.vocab_size), used, run.drafter.mask_token_id)
+    return Inputs(
+        store=store,
+        plan=plan,
+        drafter=drafter_config(run, config, mask),
+        identity={
+            "settings": settings(run),
+            "target": target_fingerprint(directory),
+            "data": store.fingerprint,
+        },
+    )
+
+
+def drafter_config(run: RunFile, target: Any, mask_token_id: int) -> DrafterConfig:
+    """The drafter that a run asks for; every size that it leaves open is the target's.
+
+    Rotation is full and plain whatever the target's is: servers run the drafter so.
+    """
+    wanted = run.drafter
+    layers = int(target.num_hidden_layers)
+    taps = wanted.target_layer_ids or spaced_layer_ids(layers, wanted.layers)
+    for i in taps:
+        if not 0 <= i < layers:
+            raise CannotStart(
+                f"target_layer_ids: the target of {wanted.layers} draft layers has {layers} layers and no "
+                f"layer {i}; use ids from 0 to {layers - 1}, or fewer draft layers"
+            )
+    heads = wanted.heads or int(target.num_attention_heads)
+    kv_heads = wanted.kv_heads or int(target.num_key_value_heads)
+    if heads % kv_heads:
+        raise CannotStart(f"heads = {heads} is no multiple of kv_heads = {kv_heads}; change one of them")
+    head_dim = getattr(target, "head_dim", None) or int(target.hidden_size) // int(target.num_attention_heads)
+    rope = getattr(target, "rope_parameters", None) or {}
+    return DrafterConfig(
+        hidden_size=int(target.hidden_size),
+        num_hidden_layers=wanted.layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=wanted.head_dim or int(head_dim),
+        intermediate_size=wanted.intermediate or int(target.intermediate_size),
+        rms_norm_eps=float(target.rms_norm_eps),
+        rope_theta=float(rope.get("rope_theta") or getattr(target, "rope_theta", 10000.0)),
+        vocab_size=int(target.vocab_size),
+        max_position_embeddings=int(target.max_position_embeddings),
+        num_target_layers=layers,
+        block_size=wanted.block_size,
+        mask_token_id=mask_token_id,
+        target_layer_ids=taps,
+    )
+
+
+def claim_output(run: RunFile, identity: dict[str, Any], fresh: bool) -> Path:
+    """The output directory, made and marked as this run's.
+
+    With `fresh`, what an earlier run left there is put aside, not deleted. Raises CannotStart if it belongs to
+    a run with other settings, and names them.
+    """
+    output = Path(run.output.dir)
+    marker = output / outputs.RUN_FILE
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        if fresh:
+            outputs.set_aside(output)
+        if marker.exists():
+            _compare(output, json.loads(marker.read_text()), identity, run.name)
+            return output
+        unsure = marker.with_suffix(".tmp")
+        unsure.write_text(json.dumps(identity, indent=2) + "\n")
+        unsure.replace(marker)
+    except OSError as error:
+        if error.errno in outputs.PASSING_ERRNOS:
+            raise
+        raise CannotStart(
+            f"output {output} cannot be written: {error.strerror}; make it writable for the user that trains"
+        ) from error
+    except ValueError as error:
+        raise CannotStart(
+            f"{marker} is damaged ({error}); put the old output aside with `dflashctl fresh {run.name}` or --fresh"
+        ) from error
+    return output
+
+
+def _compare(output: Path, there: dict[str, Any], now: dict[str, Any], name: str) -> None:
+    old, new = there["settings"], now["settings"]
+    differing = [
+        f"{key} {old.get(key)!r} there, {new.get(key)!r} now"
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key) != new.get(key)
+    ]
+    differing += [f"the {part} is another one" for part in ("target", "data") if there[part] != now[part]]
+    if differing:
+        raise CannotStart(
+            f"output {output} belongs to a run with different settings: {'; '.join(differing)}; restore them, "
+            f"choose another output directory, or begin anew with --fresh (`dflashctl fresh {name}`), which "
+            f"puts the old files aside"
+        )
+
+
+def check(run: RunFile) -> Iterable[Finding]:
+    """The deep checks of `dflash-train check`: what `resolve` finds, in lines. Starts and writes nothing."""
+    try:
+        inputs = resolve(run)
+    except CannotStart as error:
+        code = "data-unreadable" if run.data.dir in str(error) else "config"
+        yield Finding(code, "refuse", str(error))
+        return
+    store = inputs.store
+    skipped = sum(store.skipped.values())
+    yield Finding("data-unreadable", "warn" if skipped else "ok", f"data {run.data.dir}: {store.summary()}")
+    sizes = inputs.drafter
+    yield Finding(
+        "config",
+        "ok",
+        f"plan: {inputs.plan.total_steps} steps in {len(inputs.plan.epochs)} epochs; drafter of "
+        f"{sizes.num_hidden_layers} layers on target layers {', '.join(map(str, sizes.target_layer_ids))}, "
+        f"block {sizes.block_size}, mask token {sizes.mask_token_id}",
+    )
+    marker = Path(run.output.dir) / outputs.RUN_FILE
+    if marker.exists():
+        try:
+            _compare(marker.parent, json.loads(marker.read_text()), inputs.identity, run.name)
+        except (CannotStart, ValueError, KeyError, OSError) as error:
+            yield Finding("config", "refuse", str(error))

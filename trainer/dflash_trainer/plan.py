@@ -1,0 +1,79 @@
+"""The order of batches and the anchors in them: pure functions of the data, the seed and the epoch.
+
+So a position in the data is a number, a resumed run sees what an unbroken one would have seen, and nothing
+depends on how many threads load.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+LENGTH_JITTER = 0.1
+_BATCHES, _ANCHORS = 0, 1  # keys of the two independent random streams
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """All batches of a run. `epochs[e][i]` holds the rows (int64) of batch i of epoch e."""
+
+    epochs: tuple[tuple[NDArray[np.int64], ...], ...]
+    total_steps: int
+
+    def locate(self, step: int) -> tuple[int, int]:
+        """Epoch and index in the epoch of the batch that optimizer step `step` (0-based) uses."""
+        for epoch, batches in enumerate(self.epochs):
+            if step < len(batches):
+                return epoch, step
+            step -= len(batches)
+        raise IndexError(step)
+
+
+def make_plan(
+    lengths: NDArray[np.int64], token_budget: int, seed: int, epochs: int, max_steps: int = 0
+) -> Plan:
+    """Batches of similar length for every epoch; lengths [rows] in tokens, each at most token_budget."""
+    planned = []
+    steps = 0
+    for epoch in range(epochs):
+        planned.append(plan_epoch(lengths, token_budget, seed, epoch))
+        steps += len(planned[-1])
+        if 0 < max_steps <= steps:
+            break
+    return Plan(tuple(planned), min(steps, max_steps) if max_steps else steps)
+
+
+def plan_epoch(
+    lengths: NDArray[np.int64], token_budget: int, seed: int, epoch: int
+) -> tuple[NDArray[np.int64], ...]:
+    """Every row once, in batches whose longest row times their size is at most token_budget.
+
+    Rows are sorted by length with a jitter of 10 %, so that neighbours are alike but differ between epochs;
+    the batches are then shuffled.
+    """
+    rng = np.random.default_rng([seed, epoch, _BATCHES])
+    order = np.argsort(lengths * rng.uniform(1 - LENGTH_JITTER, 1 + LENGTH_JITTER, len(lengths)), kind="stable")
+    batches = []
+    start = longest = 0
+    for end, length in enumerate(lengths[order].tolist()):
+        longest_with = max(longest, length)
+        if longest_with * (end - start + 1) > token_budget:
+            batches.append(order[start:end])
+            start, longest_with = end, length
+        longest = longest_with
+    batches.append(order[start:])
+    return tuple(batches[i] for i in rng.permutation(len(batches)))
+
+
+def draw_anchors(
+    mask: NDArray[np.uint8], max_anchors: int, seed: int, epoch: int, row: int
+) -> NDArray[np.int64]:
+    """Anchors of one sequence, ascending: drawn without replacement, anew every epoch.
+
+    mask [tokens] is 1 where a token is supervised; an anchor and its successor both are.
+    """
+    candidates = np.flatnonzero(mask[:-1] & mask[1:])
+    if len(candidates) <= max_anchors:
+        return candidates.astype(np.int64)
+    rng = np.random.default_rng([seed, epoch, _ANCHORS, row])
+    return np.sort(rng.choice(candidates, max_anchors, replace=False)).astype(np.int64)

@@ -1,0 +1,134 @@
+"""One optimizer step of the drafter, and the state that a checkpoint needs to repeat the next one."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from dflash_agent import outputs
+from dflash_agent.runfile import RunFile
+from torch import Tensor
+
+from dflash_trainer.drafter import Drafter, DrafterConfig, save_drafter
+from dflash_trainer.errors import CannotStart
+from dflash_trainer.journal import log
+from dflash_trainer.loader import Batch
+from dflash_trainer.loss import weighted_cross_entropy
+from dflash_trainer.mask import dense_mask, flex_mask
+from dflash_trainer.optim import learning_rate, make_optimizer
+from dflash_trainer.pipeline import Tapped
+from dflash_trainer.target import Target
+
+STATE_FILE = "state.pt"
+NOT_FINITE_LIMIT = 8
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """Loss (weighted mean, nats), share of trained positions predicted right, gradient norm, learning rate."""
+
+    loss: float
+    accuracy: float
+    grad_norm: float
+    lr: float
+
+
+class Trainer:
+    """The drafter, its optimizer and how they take a step. Masters are float32; on CUDA it computes in bf16."""
+
+    def __init__(
+        self,
+        run: RunFile,
+        config: DrafterConfig,
+        target: Target,
+        device: torch.device,
+        total_steps: int,
+        state: dict[str, Any] | None,
+    ) -> None:
+        self.settings = run.train
+        self.target = target
+        self.device = device
+        self.total_steps = total_steps
+        self.not_finite = 0
+        self.drafter = Drafter(config)
+        self.drafter.reset_parameters(run.train.seed)
+        if state:
+            self.drafter.load_state_dict(state["drafter"])
+        self.drafter.to(device)
+        self.optimizer = make_optimizer(self.drafter.parameters(), run.train.lr, run.train.weight_decay)
+        if state:
+            self.optimizer.load_state_dict(state["optimizer"])
+
+    def step(self, step: int, tapped: Tapped) -> StepResult:
+        """Trains on one batch; `step` is 1-based. A step whose gradient is not finite changes nothing.
+
+        Raises FloatingPointError when that happens NOT_FINITE_LIMIT times in a row.
+        """
+        tapped.wait()
+        lr = learning_rate(step - 1, self.total_steps, self.settings.lr, self.settings.warmup)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.zero_grad()
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
+            loss, accuracy = block_loss(self.drafter, self.target, tapped.batch, tapped.context)
+        loss.backward()  # type: ignore[no-untyped-call]
+        norm = torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), self.settings.clip)
+        result = StepResult(loss.item(), accuracy.item(), norm.item(), lr)
+        if math.isfinite(result.grad_norm):
+            self.optimizer.step()
+            self.not_finite = 0
+        else:
+            self._skip(step)
+        return result
+
+    def _skip(self, step: int) -> None:
+        self.not_finite += 1
+        log(f"step {step}: the gradient is not finite, step skipped", event="step-skipped", priority=4, step=step)
+        if self.not_finite == NOT_FINITE_LIMIT:
+            raise FloatingPointError(
+                f"the gradient was not finite in {NOT_FINITE_LIMIT} steps up to {step}; the checkpoints are from "
+                f"before, try a lower lr"
+            )
+
+    def snapshot(self, step: int) -> Callable[[Path], None]:
+        """Copies the state now and returns what writes it, so that training can go on meanwhile."""
+        drafter = {name: _copy(tensor) for name, tensor in self.drafter.state_dict().items()}
+        state = {"step": step, "drafter": drafter, "optimizer": _copy(self.optimizer.state_dict())}
+        config = self.drafter.config
+        dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
+
+        def write(directory: Path) -> None:
+            torch.save(state, directory / STATE_FILE)
+            save_drafter(drafter, config, directory / outputs.DRAFTER_LINK, dtype)
+
+        return write
+
+
+def block_loss(drafter: Drafter, target: Target, batch: Batch, context: Tensor) -> tuple[Tensor, Tensor]:
+    """Weighted mean cross-entropy of a batch's blocks, and the share of trained positions predicted right.
+
+    context [B, T, n·H]. Only positions with a weight go through the head. Scalars, the first differentiable.
+    """
+    make_mask = flex_mask if context.is_cuda else dense_mask
+    size = batch.block_ids.shape[1] // batch.anchors.shape[1]
+    mask = make_mask(batch.anchors, context.shape[1], size)
+    noise = F.embedding(batch.block_ids, target.embedding)
+    hidden = drafter(noise, batch.positions, context, mask)
+    trained = batch.weights > 0
+    weights = batch.weights[trained]
+    loss, correct = weighted_cross_entropy(hidden[trained], target.head, batch.labels[trained], weights)
+    return loss / weights.sum(), correct.float().mean()
+
+
+def _copy(value: Any) -> Any:
+    """A deep copy on the host of the tensors in a state dictionary."""
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        return {key: _copy(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_copy(inner) for inner in value]
+    return value

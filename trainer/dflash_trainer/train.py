@@ -1,0 +1,183 @@
+"""The training of one run, from its inputs to its last checkpoint."""
+
+import signal
+import time
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from dflash_agent import outputs
+from dflash_agent.runfile import RunFile
+
+from dflash_trainer import checkpoint, notify
+from dflash_trainer.errors import CannotStart, TryAgain
+from dflash_trainer.inputs import claim_output, resolve
+from dflash_trainer.journal import log
+from dflash_trainer.loader import Cutter
+from dflash_trainer.loss import position_weights
+from dflash_trainer.metrics import Metrics, Progress, status_line
+from dflash_trainer.pipeline import pipeline
+from dflash_trainer.step import STATE_FILE, StepResult, Trainer
+from dflash_trainer.target import load_target
+
+
+def train(run: RunFile, fresh: bool = False) -> None:
+    """Trains until the last step or SIGTERM. Raises CannotStart, TryAgain, or what a stage raised."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.use_deterministic_algorithms(device.type == "cpu")
+    inputs = resolve(run)
+    log(inputs.store.summary(), event="data")
+    output = claim_output(run, inputs.identity, fresh)
+    state = resume(output)
+    first, total = state["step"] if state else 0, inputs.plan.total_steps
+    if first >= total:
+        notify.ready()
+        log(f"nothing left to train: step {first}/{total} is done, drafter in {output / outputs.DRAFTER_LINK}",
+            event="complete", step=first)
+        return
+
+    notify.status(f"loading target {run.target.model}")
+    log(f"loading target {run.target.model} to {device}", event="loading")
+    target = load_target(
+        Path(run.target.model), inputs.drafter.target_layer_ids, device, target_dtype(run, device)
+    )
+    trainer = Trainer(run, inputs.drafter, target, device, total, state)
+    cutter = Cutter(
+        store=inputs.store,
+        plan=inputs.plan,
+        seed=run.train.seed,
+        max_anchors=run.train.max_anchors,
+        mask_token_id=inputs.drafter.mask_token_id,
+        position_weights=position_weights(run.drafter.block_size, run.drafter.loss_decay).numpy(),
+    )
+    saver = checkpoint.Saver(output, run.output.keep_last, run.output.keep_every)
+    stop = StopRequest()
+    notify.status(f"step {first}/{total} · first step under way")
+    with (
+        Metrics(output, first) as metrics,
+        Progress(first, total) as progress,
+        pipeline(cutter, target, device, first, total) as line,
+    ):
+        meter = Meter()
+        for step, tapped in enumerate(line.tapped, start=first + 1):
+            result = trainer.step(step, tapped)
+            notify.watchdog()
+            meter.add(tapped.batch.tokens, result)
+            if step == first + 1:
+                notify.ready()
+                log(f"training: step {step} of {total} is done", event="training", step=step)
+            if step % run.output.log_interval == 0 or step in (first + 1, total):
+                row = meter.take(step, total, tapped.batch.epoch)
+                text = status_line(step, total, row["loss"], row["tokens_per_s"], row["eta_s"])
+                notify.status(text)
+                log(text, event="step", **row)
+                metrics.row(row | {"stages": line.stage_seconds()})
+            progress.update(step, result.loss)
+            if step == total or stop.requested:
+                break
+            if step % run.output.save_interval == 0:
+                saver.submit(step, trainer.snapshot(step))
+            report_failed_save(saver)
+    save_last(saver, trainer, step)
+    reason = "complete" if step == total else "stopped"
+    log(f"{reason} at step {step}/{total}, drafter in {output / outputs.DRAFTER_LINK}", event=reason, step=step)
+
+
+def target_dtype(run: RunFile, device: torch.device) -> torch.dtype:
+    """The type that the target's weights are loaded as."""
+    if run.target.dtype == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[run.target.dtype]
+
+
+def resume(output: Path) -> dict[str, Any] | None:
+    """The state in the newest whole checkpoint of the output; None if there is none. Names what it skips."""
+    newest, skipped = checkpoint.newest_whole(output)
+    for bad in skipped:
+        log(f"skipped checkpoint {bad.path}: {bad.reason}", event="checkpoint-skipped", priority=4)
+    if newest is None:
+        if skipped:
+            raise CannotStart(
+                f"output {output} holds no whole checkpoint, {len(skipped)} damaged; mend or remove them, or "
+                f"begin anew with --fresh (`dflashctl fresh`), which puts the old files aside"
+            )
+        return None
+    state: dict[str, Any] = torch.load(newest / STATE_FILE, map_location="cpu", weights_only=True)
+    log(f"resuming from {newest}", event="resumed", step=state["step"])
+    return state
+
+
+def save_last(saver: checkpoint.Saver, trainer: Trainer, step: int) -> None:
+    """Saves the state that training ends with, and waits for it. Raises TryAgain if that fails."""
+    notify.status(f"saving step {step}")
+    saver.submit(step, trainer.snapshot(step))
+    saver.finish()
+    error = saver.take_error()
+    if error is not None:
+        raise TryAgain(
+            f"checkpoint of step {step} could not be saved: {error}; the ones before are untouched, "
+            f"free space or mend the file system, the next attempt goes on from the newest"
+        ) from error
+
+
+def report_failed_save(saver: checkpoint.Saver) -> None:
+    """One warning for a save that failed in the background. Training goes on; the next save tries again."""
+    error = saver.take_error()
+    if error is not None:
+        log(
+            f"checkpoint not saved: {error}; older ones are untouched, training goes on and the next save "
+            f"interval tries again",
+            event="save-failed",
+            priority=3,
+        )
+
+
+class StopRequest:
+    """SIGTERM or SIGINT asks for a stop after the step under way; a second one ends the process at once."""
+
+    def __init__(self) -> None:
+        self.requested = False
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        self.requested = True
+        signal.signal(number, signal.SIG_DFL)
+        notify.stopping()
+        notify.status("stopping: the step under way and a checkpoint come first")
+
+
+class Meter:
+    """Means of the steps since the last line of the log."""
+
+    def __init__(self) -> None:
+        self._clear()
+
+    def _clear(self) -> None:
+        self.since = time.monotonic()
+        self.tokens = 0
+        self.results: list[StepResult] = []
+
+    def add(self, tokens: int, result: StepResult) -> None:
+        """One step of so many tokens, padding not counted."""
+        self.tokens += tokens
+        self.results.append(result)
+
+    def take(self, step: int, total: int, epoch: int) -> dict[str, Any]:
+        """A row for metrics.jsonl, and a new beginning."""
+        seconds = time.monotonic() - self.since
+        count = len(self.results)
+        row = {
+            "step": step,
+            "total_steps": total,
+            "epoch": epoch,
+            "loss": sum(r.loss for r in self.results) / count,
+            "accuracy": sum(r.accuracy for r in self.results) / count,
+            "lr": self.results[-1].lr,
+            "grad_norm": sum(r.grad_norm for r in self.results) / count,
+            "tokens_per_s": self.tokens / seconds,
+            "eta_s": (total - step) * seconds / count,
+        }
+        self._clear()
+        return row
