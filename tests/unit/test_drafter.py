@@ -89,7 +89,9 @@ def test_a_saved_drafter_loads_with_the_same_weights(tmp_path: Path) -> None:
         assert torch.equal(tensor, loaded.state_dict()[name]), name
 
 
-def test_the_config_says_what_servers_need_and_inherits_no_partial_or_multimodal_rotation(tmp_path: Path) -> None:
+def test_the_config_says_what_servers_need_and_inherits_no_partial_or_multimodal_rotation(
+    tmp_path: Path,
+) -> None:
     save_drafter(make_drafter().state_dict(), CONFIG, tmp_path, torch.bfloat16)
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["architectures"] == ["DFlashDraftModel"]
@@ -110,7 +112,10 @@ def test_the_tensors_are_named_as_readers_look_for_them(tmp_path: Path) -> None:
         assert file.get_tensor("fc.weight").shape == (32, 64)
         assert file.get_tensor("fc.weight").dtype == torch.bfloat16
     layer = {f"self_attn.{p}_proj" for p in "qkvo"} | {"self_attn.q_norm", "self_attn.k_norm"}
-    layer |= {f"mlp.{p}_proj" for p in ("gate", "up", "down")} | {"input_layernorm", "post_attention_layernorm"}
+    layer |= {f"mlp.{p}_proj" for p in ("gate", "up", "down")} | {
+        "input_layernorm",
+        "post_attention_layernorm",
+    }
     expected = {f"layers.{i}.{part}.weight" for i in range(2) for part in layer}
     assert names == expected | {"fc.weight", "hidden_norm.weight", "norm.weight"}
     assert len(names) == 11 * 2 + 3

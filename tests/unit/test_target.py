@@ -7,7 +7,13 @@ import pytest
 import torch
 from conftest import make_target
 from dflash_trainer.errors import CannotStart
-from dflash_trainer.target import choose_mask_token, load_causal_lm, load_target, read_config, target_fingerprint
+from dflash_trainer.target import (
+    choose_mask_token,
+    load_causal_lm,
+    load_target,
+    read_config,
+    target_fingerprint,
+)
 
 CPU = torch.device("cpu")
 
@@ -45,7 +51,7 @@ def test_padding_at_the_end_does_not_change_the_states_of_real_tokens(target_dir
 
 
 def test_a_missing_or_damaged_target_is_refused_in_one_line(tmp_path: Path) -> None:
-    with pytest.raises(CannotStart, match="config.json cannot be read"):
+    with pytest.raises(CannotStart, match=r"config\.json cannot be read"):
         read_config(tmp_path)
     directory = make_target(tmp_path / "t")
     weights = directory / "model.safetensors"

@@ -7,6 +7,7 @@ anything else a fault of ours.
 
 import argparse
 import faulthandler
+import importlib
 import json
 import sys
 import traceback
@@ -43,7 +44,9 @@ def parse(words: list[str]) -> argparse.Namespace:
 
     train = commands.add_parser("train", help="train (the default)")
     add_run_arguments(train)
-    train.add_argument("--fresh", action="store_true", help="put what is in the output directory aside and begin anew")
+    train.add_argument(
+        "--fresh", action="store_true", help="put what is in the output directory aside and begin anew"
+    )
     train.set_defaults(run=run_train)
 
     check = commands.add_parser("check", help="check data, target and settings of a run; starts nothing")
@@ -51,16 +54,16 @@ def parse(words: list[str]) -> argparse.Namespace:
     check.add_argument("--json", action="store_true", help="one JSON object a line")
     check.set_defaults(run=run_check)
 
-    from dflash_trainer import evaluate, gguf_import, prepare
-
     for name, module, text in (
-        ("prepare", prepare, "let the target write completions for prompts, and make a dataset of them"),
-        ("eval", evaluate, "measure a drafter's acceptance length by speculative decoding"),
-        ("import-gguf", gguf_import, "turn a GGUF model into a Hugging Face directory"),
+        ("prepare", "prepare", "let the target write completions for prompts, and make a dataset of them"),
+        ("eval", "evaluate", "measure a drafter's acceptance length by speculative decoding"),
+        ("import-gguf", "gguf_import", "turn a GGUF model into a Hugging Face directory"),
     ):
         tool = commands.add_parser(name, help=text, description=text)
-        module.add_arguments(tool)
-        tool.set_defaults(run=module.run)
+        if words[:1] == [name]:  # each brings imports that the others do not need
+            tools = importlib.import_module(f"dflash_trainer.{module}")
+            tools.add_arguments(tool)
+            tool.set_defaults(run=tools.run)
     return parser.parse_args(words)
 
 
@@ -112,12 +115,16 @@ def guarded(run: Callable[[argparse.Namespace], int], args: argparse.Namespace) 
         return failed("interrupted", 130)
     except OSError as error:
         traceback.print_exc()
-        return failed(f"input or output failed: {error}; the next attempt goes on from the newest checkpoint", EXIT_TRY_AGAIN)
+        return failed(
+            f"input or output failed: {error}; the next attempt goes on from the newest checkpoint",
+            EXIT_TRY_AGAIN,
+        )
     except Exception as error:  # noqa: BLE001 - the last line of the log has to say what it was
         traceback.print_exc()
         if is_out_of_memory(error):
             return failed(
-                f"GPU out of memory: {first_line(error)}; lower --token-budget or --max-anchors", EXIT_TRY_AGAIN
+                f"GPU out of memory: {first_line(error)}; lower --token-budget or --max-anchors",
+                EXIT_TRY_AGAIN,
             )
         return failed(f"unexpected {type(error).__name__}: {first_line(error)}; the stack is above", 1)
 

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
+from safetensors.torch import save as serialize
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
@@ -97,7 +98,7 @@ class DrafterConfig:
         """The sizes in a config.json. Raises KeyError for one that is missing."""
         rope = values.get("rope_parameters") or {}
         fields = {name: values[name] for name in cls.__dataclass_fields__ if name in values}
-        fields["rope_theta"] = float(rope.get("rope_theta", values.get("rope_theta")))
+        fields["rope_theta"] = float(rope["rope_theta"] if "rope_theta" in rope else values["rope_theta"])
         fields["mask_token_id"] = values["dflash_config"]["mask_token_id"]
         fields["target_layer_ids"] = tuple(values["dflash_config"]["target_layer_ids"])
         return cls(**fields)
@@ -149,11 +150,10 @@ class Attention(nn.Module):
         self, x: Tensor, context: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | BlockMask | None
     ) -> Tensor:
         queries = x.shape[1]
-        q = self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.head_dim))).transpose(1, 2)
+        q = self.q_norm(self._heads(self.q_proj(x)))
         keys = torch.cat((self.k_proj(context), self.k_proj(x)), dim=1)
         values = torch.cat((self.v_proj(context), self.v_proj(x)), dim=1)
-        k = self.k_norm(keys.unflatten(-1, (-1, self.head_dim))).transpose(1, 2)
-        v = values.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        k, v = self.k_norm(self._heads(keys)), self._heads(values)
         q = rotate(q, cos[:, :, -queries:], sin[:, :, -queries:])
         k = rotate(k, cos, sin)
         if isinstance(mask, BlockMask):
@@ -162,6 +162,9 @@ class Attention(nn.Module):
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
         mixed: Tensor = self.o_proj(out.transpose(1, 2).flatten(2))
         return mixed
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.view(*x.shape[:2], -1, self.head_dim).transpose(1, 2)  # [B, heads, S, head_dim]
 
 
 class MLP(nn.Module):
@@ -244,7 +247,8 @@ def save_drafter(state: dict[str, Tensor], config: DrafterConfig, directory: Pat
     text = json.dumps(config.to_json(str(dtype).removeprefix("torch.")), indent=2)
     (directory / CONFIG_FILE).write_text(text + "\n")
     tensors = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in state.items()}
-    save_file(tensors, directory / WEIGHTS_FILE, metadata={"format": "pt"})
+    # By way of bytes: safetensors' own writer hides a full disk behind an error of its own.
+    (directory / WEIGHTS_FILE).write_bytes(serialize(tensors, metadata={"format": "pt"}))
 
 
 def load_drafter(

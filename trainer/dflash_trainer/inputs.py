@@ -34,9 +34,7 @@ def resolve(run: RunFile) -> Inputs:
     config = read_config(directory)
     if run.train.dp_pairs != 1:
         raise CannotStart(f"dp_pairs = {run.train.dp_pairs}: this version trains one pair; set it to 1")
-    store = load_store(
-        Path(run.data.dir), min(run.data.max_length, run.train.token_budget), int(config.vocab_size)
-    )
+    store = load_store(Path(run.data.dir), min(run.data.max_length, run.train.token_budget), int(config.vocab_size))
     plan = make_plan(
         np.diff(store.offsets), run.train.token_budget, run.train.seed, run.train.epochs, run.train.max_steps
     )
@@ -74,6 +72,7 @@ def drafter_config(run: RunFile, target: Any, mask_token_id: int) -> DrafterConf
         raise CannotStart(f"heads = {heads} is no multiple of kv_heads = {kv_heads}; change one of them")
     head_dim = getattr(target, "head_dim", None) or int(target.hidden_size) // int(target.num_attention_heads)
     rope = getattr(target, "rope_parameters", None) or {}
+    theta: Any = rope.get("rope_theta") or getattr(target, "rope_theta", 10000.0)
     return DrafterConfig(
         hidden_size=int(target.hidden_size),
         num_hidden_layers=wanted.layers,
@@ -82,7 +81,7 @@ def drafter_config(run: RunFile, target: Any, mask_token_id: int) -> DrafterConf
         head_dim=wanted.head_dim or int(head_dim),
         intermediate_size=wanted.intermediate or int(target.intermediate_size),
         rms_norm_eps=float(target.rms_norm_eps),
-        rope_theta=float(rope.get("rope_theta") or getattr(target, "rope_theta", 10000.0)),
+        rope_theta=float(theta),
         vocab_size=int(target.vocab_size),
         max_position_embeddings=int(target.max_position_embeddings),
         num_target_layers=layers,

@@ -28,9 +28,7 @@ class _WeightedCrossEntropy(Function):
     """The gradient by the hidden states is formed with the loss: the head is frozen and needs none."""
 
     @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, head: Tensor, labels: Tensor, weights: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, hidden: Tensor, head: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         gradient = torch.empty_like(hidden)
         correct = torch.empty(labels.shape, dtype=torch.bool, device=labels.device)
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
@@ -50,19 +48,17 @@ class _WeightedCrossEntropy(Function):
         return loss, correct
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, by_loss: Tensor, by_correct: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ARG004
         (gradient,) = ctx.saved_tensors
         return gradient * by_loss.to(gradient.dtype), None, None, None
 
 
-def weighted_cross_entropy(
-    hidden: Tensor, head: Tensor, labels: Tensor, weights: Tensor
-) -> tuple[Tensor, Tensor]:
+def weighted_cross_entropy(hidden: Tensor, head: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     """Σ weights · cross-entropy, and whether each row's most likely token is its label.
 
     hidden [M, H] and head [V, H] (frozen: gets no gradient) of one dtype, labels [M] int64, weights [M]
     float32. Never holds more than CHUNK_ROWS · V logits. Returns a float32 scalar and booleans [M].
     """
-    loss, correct = _WeightedCrossEntropy.apply(hidden, head, labels, weights)
+    loss, correct = _WeightedCrossEntropy.apply(hidden, head, labels, weights)  # type: ignore[no-untyped-call]
     return loss, correct

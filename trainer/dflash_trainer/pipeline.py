@@ -53,7 +53,11 @@ class Pipeline:
         loader_out, target_in = self.batches.waited_for_room, self.batches.waited_for_input
         target_out, drafter_in = self.tapped.waited_for_room, self.tapped.waited_for_input
         return {
-            name: {"busy": round(total - before - after, 3), "input": round(before, 3), "output": round(after, 3)}
+            name: {
+                "busy": round(total - before - after, 3),
+                "input": round(before, 3),
+                "output": round(after, 3),
+            }
             for name, before, after in (
                 ("loader", 0.0, loader_out),
                 ("target", target_in, target_out),
@@ -74,7 +78,7 @@ def pipeline(
             line.batches.put(cutter.cut(step))
 
     def tap() -> None:
-        stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         with torch.cuda.stream(stream) if stream else contextlib.nullcontext():
             for batch in line.batches:
                 here = batch.to(device)

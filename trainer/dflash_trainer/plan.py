@@ -29,9 +29,7 @@ class Plan:
         raise IndexError(step)
 
 
-def make_plan(
-    lengths: NDArray[np.int64], token_budget: int, seed: int, epochs: int, max_steps: int = 0
-) -> Plan:
+def make_plan(lengths: NDArray[np.int64], token_budget: int, seed: int, epochs: int, max_steps: int = 0) -> Plan:
     """Batches of similar length for every epoch; lengths [rows] in tokens, each at most token_budget."""
     planned = []
     steps = 0
@@ -65,9 +63,7 @@ def plan_epoch(
     return tuple(batches[i] for i in rng.permutation(len(batches)))
 
 
-def draw_anchors(
-    mask: NDArray[np.uint8], max_anchors: int, seed: int, epoch: int, row: int
-) -> NDArray[np.int64]:
+def draw_anchors(mask: NDArray[np.uint8], max_anchors: int, seed: int, epoch: int, row: int) -> NDArray[np.int64]:
     """Anchors of one sequence, ascending: drawn without replacement, anew every epoch.
 
     mask [tokens] is 1 where a token is supervised; an anchor and its successor both are.

@@ -13,7 +13,6 @@ from dflash_agent.runfile import RunFile
 from torch import Tensor
 
 from dflash_trainer.drafter import Drafter, DrafterConfig, save_drafter
-from dflash_trainer.errors import CannotStart
 from dflash_trainer.journal import log
 from dflash_trainer.loader import Batch
 from dflash_trainer.loss import weighted_cross_entropy
@@ -86,7 +85,12 @@ class Trainer:
 
     def _skip(self, step: int) -> None:
         self.not_finite += 1
-        log(f"step {step}: the gradient is not finite, step skipped", event="step-skipped", priority=4, step=step)
+        log(
+            f"step {step}: the gradient is not finite, step skipped",
+            event="step-skipped",
+            priority=4,
+            step=step,
+        )
         if self.not_finite == NOT_FINITE_LIMIT:
             raise FloatingPointError(
                 f"the gradient was not finite in {NOT_FINITE_LIMIT} steps up to {step}; the checkpoints are from "
@@ -101,7 +105,7 @@ class Trainer:
         dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
 
         def write(directory: Path) -> None:
-            torch.save(state, directory / STATE_FILE)
+            _write_state(state, directory / STATE_FILE)
             save_drafter(drafter, config, directory / outputs.DRAFTER_LINK, dtype)
 
         return write
@@ -121,6 +125,17 @@ def block_loss(drafter: Drafter, target: Target, batch: Batch, context: Tensor) 
     weights = batch.weights[trained]
     loss, correct = weighted_cross_entropy(hidden[trained], target.head, batch.labels[trained], weights)
     return loss / weights.sum(), correct.float().mean()
+
+
+def _write_state(state: dict[str, Any], path: Path) -> None:
+    """torch.save, but a full disk is the OSError that it is."""
+    try:
+        with path.open("wb") as file:
+            torch.save(state, file)
+    except RuntimeError as error:
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from error
+        raise
 
 
 def _copy(value: Any) -> Any:

@@ -62,7 +62,7 @@ def load_causal_lm(directory: Path, device: torch.device, dtype: torch.dtype) ->
     from transformers import AutoModelForCausalLM
 
     try:
-        model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, local_files_only=True)
+        model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, local_files_only=True)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
@@ -70,12 +70,11 @@ def load_causal_lm(directory: Path, device: torch.device, dtype: torch.dtype) ->
         raise CannotStart(
             f"target {directory} cannot be loaded: {detail}; check it with `dflashctl verify`"
         ) from error
-    return model.to(device).eval().requires_grad_(False)
+    model.to(device)
+    return model.eval().requires_grad_(False)
 
 
-def load_target(
-    directory: Path, layer_ids: tuple[int, ...], device: torch.device, dtype: torch.dtype
-) -> Target:
+def load_target(directory: Path, layer_ids: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Target:
     """The target cut after its last tapped layer. Raises CannotStart for one that a drafter cannot use."""
     model = load_causal_lm(directory, device, dtype)
     head = model.get_output_embeddings()
@@ -111,8 +110,8 @@ def target_fingerprint(directory: Path) -> str:
 def choose_mask_token(directory: Path, vocab_size: int, used: set[int], wanted: int) -> int:
     """The id that stands for "to be predicted": never a token that the data or the chat template uses.
 
-    `wanted` ≥ 0 is taken if it is free. Else, in this order: a token that the tokenizer calls a mask; the first
-    id past the tokenizer's, where the embedding is larger (as published for Qwen3.6: 248070); a special token
+    `wanted` ≥ 0 is taken if it is free. Else, in this order: a token that the tokenizer calls a mask; the
+    first id past the tokenizer's, where the embedding is larger (as published for Qwen3.6: 248070); a special token
     that nothing uses. Raises CannotStart if there is none.
     """
     if wanted >= 0:
@@ -125,7 +124,7 @@ def choose_mask_token(directory: Path, vocab_size: int, used: set[int], wanted: 
         return wanted
     try:
         tokenizer = json.loads((directory / "tokenizer.json").read_text())
-        added = {int(token["id"]): token for token in tokenizer["added_tokens"]}
+        added: dict[int, Any] = {int(token["id"]): token for token in tokenizer["added_tokens"]}
         largest = max([*added, *_vocabulary_ids(tokenizer)])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CannotStart(
@@ -140,11 +139,13 @@ def choose_mask_token(directory: Path, vocab_size: int, used: set[int], wanted: 
     }
     masks = [i for i, content in free.items() if "mask" in content.lower()]
     beyond = [largest + 1] if largest + 1 < vocab_size else []
-    for choice in (*masks, *beyond, *reversed(free)):
-        return choice
-    raise CannotStart(
-        f"target {directory}: no reserved token is free to be the mask; set mask_token_id to one that no text uses"
-    )
+    choices: list[int] = [*masks, *beyond, *reversed(free)]
+    if not choices:
+        raise CannotStart(
+            f"target {directory}: no reserved token is free to be the mask; set mask_token_id to an id that no "
+            f"text uses"
+        )
+    return choices[0]
 
 
 def _vocabulary_ids(tokenizer: dict[str, Any]) -> list[int]:

@@ -33,15 +33,16 @@ def train(run: RunFile, fresh: bool = False) -> None:
     first, total = state["step"] if state else 0, inputs.plan.total_steps
     if first >= total:
         notify.ready()
-        log(f"nothing left to train: step {first}/{total} is done, drafter in {output / outputs.DRAFTER_LINK}",
-            event="complete", step=first)
+        log(
+            f"nothing left to train: step {first}/{total} is done, drafter in {output / outputs.DRAFTER_LINK}",
+            event="complete",
+            step=first,
+        )
         return
 
     notify.status(f"loading target {run.target.model}")
     log(f"loading target {run.target.model} to {device}", event="loading")
-    target = load_target(
-        Path(run.target.model), inputs.drafter.target_layer_ids, device, target_dtype(run, device)
-    )
+    target = load_target(Path(run.target.model), inputs.drafter.target_layer_ids, device, target_dtype(run, device))
     trainer = Trainer(run, inputs.drafter, target, device, total, state)
     cutter = Cutter(
         store=inputs.store,
@@ -73,7 +74,7 @@ def train(run: RunFile, fresh: bool = False) -> None:
                 notify.status(text)
                 log(text, event="step", **row)
                 metrics.row(row | {"stages": line.stage_seconds()})
-            progress.update(step, result.loss)
+            progress.advance_to(step, result.loss)
             if step == total or stop.requested:
                 break
             if step % run.output.save_interval == 0:
@@ -81,7 +82,11 @@ def train(run: RunFile, fresh: bool = False) -> None:
             report_failed_save(saver)
     save_last(saver, trainer, step)
     reason = "complete" if step == total else "stopped"
-    log(f"{reason} at step {step}/{total}, drafter in {output / outputs.DRAFTER_LINK}", event=reason, step=step)
+    log(
+        f"{reason} at step {step}/{total}, drafter in {output / outputs.DRAFTER_LINK}",
+        event=reason,
+        step=step,
+    )
 
 
 def target_dtype(run: RunFile, device: torch.device) -> torch.dtype:

@@ -1,0 +1,300 @@
+"""The run file: one schema for the agent, the trainer, their flags and the manual.
+
+A run is a TOML file with the tables [target], [data], [output], [train] and [drafter]; each key has a flag of
+the same meaning, and flags override the file. What is unknown, of a wrong type or out of range is refused.
+"""
+
+import argparse
+import difflib
+import json
+import os
+import re
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields, replace
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+RUNS_DIR = Path("/etc/dflash/runs")
+STATE_DIR = Path("/var/lib/dflash/runs")
+RUN_NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,47}")
+DTYPES = ("auto", "float32", "bfloat16")
+
+Check = Callable[[Any], str | None]  # None if the value is allowed, else what is
+
+
+class ConfigError(Exception):
+    """A run that is not described rightly; str() is one line naming the place, the value and the remedy."""
+
+
+def _at_least(least: float) -> Check:
+    return lambda value: None if value >= least else f"must be at least {least}"
+
+
+def _share(value: float) -> str | None:
+    return None if 0 <= value < 1 else "must be a share: 0 or more, less than 1"
+
+
+def _above_zero(value: float) -> str | None:
+    return None if 0 < value < float("inf") else "must be above 0"
+
+
+def _a_dtype(value: str) -> str | None:
+    return None if value in DTYPES else f"must be one of {', '.join(DTYPES)}"
+
+
+def _a_path(value: str) -> str | None:
+    path = PurePosixPath(value)
+    good = path.is_absolute() and ".." not in path.parts and "\0" not in value
+    return None if good else "must be an absolute path without '..'"
+
+
+def _a_path_or_empty(value: str) -> str | None:
+    return _a_path(value) if value else None
+
+
+def _layer_ids(value: tuple[int, ...]) -> str | None:
+    ascending = list(value) == sorted(set(value))
+    return None if ascending and all(i >= 0 for i in value) else "must be layer ids from 0 on, ascending"
+
+
+def _key(flag: str, text: str, check: Check, default: Any = MISSING, free: bool = False) -> Any:
+    """A field. `free` ones may change between two attempts of a run; the others shape its result."""
+    metadata = {"flag": flag, "help": text, "check": check, "free": free}
+    return field(metadata=metadata) if default is MISSING else field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The frozen model whose output the drafter learns to predict."""
+
+    model: str = _key("--target-model", "Hugging Face directory of the target", _a_path, free=True)
+    dtype: str = _key(
+        "--target-dtype", "auto (bfloat16 on a GPU, float32 on a CPU), float32 or bfloat16", _a_dtype, "auto"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Data:
+    """The tokenized completions to train on."""
+
+    dir: str = _key("--data-dir", "dataset directory with input_ids and loss_mask", _a_path, free=True)
+    max_length: int = _key("--max-length", "tokens of a sequence that are used", _at_least(2), 4096)
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What the run writes."""
+
+    dir: str = _key(
+        "--output-dir", "where checkpoints and metrics go; empty: /var/lib/dflash/runs/NAME", _a_path_or_empty, "", True
+    )
+    save_interval: int = _key("--save-interval", "steps between checkpoints", _at_least(1), 5000, True)
+    keep_last: int = _key("--keep-last", "newest checkpoints to keep", _at_least(1), 3, True)
+    keep_every: int = _key(
+        "--keep-every", "keep every checkpoint whose step this divides, for good; 0: none", _at_least(0), 0, True
+    )
+    log_interval: int = _key("--log-interval", "steps between lines of the log", _at_least(1), 10, True)
+
+
+@dataclass(frozen=True, slots=True)
+class Train:
+    """How it trains."""
+
+    epochs: int = _key("--epochs", "times the data is gone through", _at_least(1), 6)
+    max_steps: int = _key("--max-steps", "end after this many steps; 0: after all epochs", _at_least(0), 0)
+    lr: float = _key("--lr", "peak learning rate", _above_zero, 6e-4)
+    warmup: float = _key("--warmup", "share of the steps with a rising learning rate", _share, 0.04)
+    weight_decay: float = _key("--weight-decay", "AdamW's weight decay", _at_least(0), 0.0)
+    clip: float = _key("--clip", "largest norm of the gradient", _above_zero, 1.0)
+    token_budget: int = _key("--token-budget", "tokens in a batch, padding included", _at_least(2), 8192)
+    max_anchors: int = _key("--max-anchors", "most blocks drawn from one sequence", _at_least(1), 512)
+    seed: int = _key("--seed", "of weights, order and anchors", _at_least(0), 0)
+    dp_pairs: int = _key("--dp-pairs", "pairs of a target and a drafter, each on GPUs of its own", _at_least(1), 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Drafter:
+    """The drafter's shape; sizes left at 0 are the target's."""
+
+    layers: int = _key("--draft-layers", "decoder layers", _at_least(1), 5)
+    block_size: int = _key("--block-size", "tokens of a block, its anchor included", _at_least(2), 16)
+    loss_decay: float = _key(
+        "--loss-decay", "decay γ of the loss by position; 0: by block size, 7 for 16", _at_least(0), 0.0
+    )
+    heads: int = _key("--heads", "attention heads; 0: the target's", _at_least(0), 0)
+    kv_heads: int = _key("--kv-heads", "key and value heads; 0: the target's", _at_least(0), 0)
+    head_dim: int = _key("--head-dim", "size of a head; 0: the target's", _at_least(0), 0)
+    intermediate: int = _key("--intermediate", "size inside the MLP; 0: the target's", _at_least(0), 0)
+    mask_token_id: int = _key(
+        "--mask-token-id", "id that stands for a token to predict; -1: a reserved one is chosen", _at_least(-1), -1
+    )
+    target_layer_ids: tuple[int, ...] = _key(
+        "--target-layer-ids", "target layers whose states the drafter sees; empty: evenly spaced", _layer_ids, ()
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class RunFile:
+    """One run."""
+
+    name: str
+    target: Target
+    data: Data
+    output: Output
+    train: Train
+    drafter: Drafter
+
+
+TABLES: dict[str, Any] = {
+    "target": Target,
+    "data": Data,
+    "output": Output,
+    "train": Train,
+    "drafter": Drafter,
+}
+
+
+def check_name(name: str) -> str:
+    """The name of a run if it is one; no path is ever made of anything else. Raises ConfigError."""
+    if not RUN_NAME.fullmatch(name):
+        raise ConfigError(
+            f"run name {name!r}: use 1 to 48 of a-z, 0-9 and '-', beginning with a letter or digit"
+        )
+    return name
+
+
+def path_of(name: str) -> Path:
+    """Where the run file of `name` is. Raises ConfigError for what cannot be a name."""
+    return RUNS_DIR / f"{check_name(name)}.toml"
+
+
+def load(path: Path, overrides: Mapping[str, object] | None = None) -> RunFile:
+    """The run in a file, named after it; overrides are keyed like "train.lr". Raises ConfigError."""
+    name = check_name(path.name.removesuffix(".toml"))
+    try:
+        with path.open("rb") as file:
+            tables = tomllib.load(file)
+    except FileNotFoundError as error:
+        raise ConfigError(f"{path} does not exist; make it with `dflashctl new {name} …`") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is not TOML: {error}") from error
+    values = {}
+    for table, content in tables.items():
+        if table not in TABLES:
+            raise ConfigError(f"{path}: unknown table [{table}]; {_nearest(table, TABLES)}")
+        if not isinstance(content, dict):
+            raise ConfigError(f"{path}: {table} = {content!r}: must be a table, [{table}]")
+        for key, value in content.items():
+            values[f"{table}.{key}"] = value
+    return _build(name, values | dict(overrides or {}), str(path))
+
+
+def from_flags(name: str, values: Mapping[str, object]) -> RunFile:
+    """The run that flags alone describe, keyed like "train.lr". Raises ConfigError."""
+    return _build(check_name(name), values, "command line")
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """A flag for every key. vars() of the parsed result holds those given, keyed like "train.lr"."""
+    for key, spec in schema():
+        is_path = spec.metadata["check"] in (_a_path, _a_path_or_empty)
+        kind = _kind(spec)
+        parser.add_argument(
+            spec.metadata["flag"],
+            dest=key,
+            default=argparse.SUPPRESS,
+            metavar="DIR" if is_path else {str: "TEXT", int: "N", float: "X", tuple: "I,J,…"}[kind],
+            type=os.path.abspath if is_path else {str: str, int: int, float: float, tuple: _parse_ids}[kind],
+            help=spec.metadata["help"].replace("%", "%%"),
+        )
+
+
+def schema() -> Iterator[tuple[str, "Field[Any]"]]:
+    """Every key, like "train.lr", and its field: metadata holds flag, help, check and free."""
+    for table, kind in TABLES.items():
+        for spec in fields(kind):
+            yield f"{table}.{spec.name}", spec
+
+
+def value_of(run: RunFile, key: str) -> Any:
+    """The value of a key like "train.lr"."""
+    table, _, name = key.partition(".")
+    return getattr(getattr(run, table), name)
+
+
+def settings(run: RunFile) -> dict[str, Any]:
+    """The keys that shape the result, as JSON has them: equal for all attempts of a run."""
+    values = {key: value_of(run, key) for key, spec in schema() if not spec.metadata["free"]}
+    return {key: list(v) if isinstance(v, tuple) else v for key, v in values.items()}
+
+
+def render(run: RunFile) -> str:
+    """The run file: every key with what it means and its default."""
+    lines = [f"# DFlash run {run.name}: see dflash-run(5). Check it with: dflashctl verify {run.name}"]
+    for table, kind in TABLES.items():
+        lines += ["", f"[{table}]"]
+        for spec in fields(kind):
+            default = "" if spec.default is MISSING else f" (default {_toml(spec.default)})"
+            lines.append(f"# {spec.metadata['help']}{default}")
+            lines.append(f"{spec.name} = {_toml(getattr(getattr(run, table), spec.name))}")
+    return "\n".join(lines) + "\n"
+
+
+def _build(name: str, values: Mapping[str, object], where: str) -> RunFile:
+    known = dict(schema())
+    tables: dict[str, dict[str, object]] = {table: {} for table in TABLES}
+    for key, value in values.items():
+        table, _, short = key.partition(".")
+        if key not in known:
+            names = [k.partition(".")[2] for k in known if k.startswith(table + ".")]
+            raise ConfigError(f"{where}: unknown key {short} in [{table}]; {_nearest(short, names)}")
+        tables[table][short] = _convert(where, key, known[key], value)
+    for key, spec in known.items():
+        table, _, short = key.partition(".")
+        if spec.default is MISSING and short not in tables[table]:
+            raise ConfigError(f"{where}: {short} in [{table}] is missing; set it, or give {spec.metadata['flag']}")
+    run = RunFile(name=name, **{table: kind(**tables[table]) for table, kind in TABLES.items()})
+    if not run.output.dir:
+        run = replace(run, output=replace(run.output, dir=str(STATE_DIR / name)))
+    return run
+
+
+def _convert(where: str, key: str, spec: "Field[Any]", value: object) -> object:
+    table, _, short = key.partition(".")
+    place = f"{where}: {short} = {json.dumps(value, default=str, ensure_ascii=False)} in [{table}]"
+    kind = _kind(spec)
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if kind is tuple and isinstance(value, list) and all(type(i) is int for i in value):
+        value = tuple(value)
+    if type(value) is not kind:
+        wanted = {str: "text in quotes", int: "a whole number", float: "a number", tuple: "a list of whole numbers"}
+        raise ConfigError(f"{place}: must be {wanted[kind]}")
+    problem = spec.metadata["check"](value)
+    if problem:
+        raise ConfigError(f"{place}: {problem}")
+    return value
+
+
+def _kind(spec: "Field[Any]") -> type:
+    return {str: str, int: int, float: float}.get(spec.type, tuple)  # type: ignore[call-overload, no-any-return]
+
+
+def _parse_ids(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(",") if part.strip())
+
+
+def _nearest(word: str, known: Any) -> str:
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
+
+
+def _toml(value: object) -> str:
+    if isinstance(value, tuple):
+        return "[" + ", ".join(map(str, value)) + "]"
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)  # a JSON string is a TOML basic string
+    return repr(value)

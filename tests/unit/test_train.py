@@ -1,0 +1,288 @@
+"""Whole runs of the trainer as a process: exit codes, resume, refusals, what a person reads."""
+
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from conftest import MASK_TOKEN, make_dataset, make_target, save_dataset
+from safetensors.torch import load_file
+
+Flags = Callable[..., list[str]]
+DEADLINE = 120
+
+
+def command(flags: list[str], *more: str) -> list[str]:
+    return [sys.executable, "-m", "dflash_trainer", *flags, *more]
+
+
+def environment(**more: str) -> dict[str, str]:
+    path = os.pathsep.join(p for p in sys.path if p.endswith(("agent", "trainer")))
+    return os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "2", **more}
+
+
+def train(flags: list[str], *more: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(flags, *more),
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+        check=False,
+    )
+
+
+def last_line(process: subprocess.CompletedProcess[str]) -> str:
+    return process.stderr.strip().splitlines()[-1]
+
+
+def rows(output: Path) -> list[dict[str, float]]:
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in lines if "loss" in row]
+
+
+@contextlib.contextmanager
+def running(flags: list[str], tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], socket.socket]]:
+    """The trainer under a real notify socket, as systemd would run it."""
+    address = str(tmp_path / "notify")
+    (tmp_path / "notify").unlink(missing_ok=True)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notified:
+        notified.bind(address)
+        process = subprocess.Popen(
+            command(flags),
+            env=environment(NOTIFY_SOCKET=address),
+            stderr=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            text=True,
+        )
+        try:
+            yield process, notified
+        finally:
+            process.kill()
+            process.communicate()
+
+
+def wait_for(notified: socket.socket, wanted: str) -> list[str]:
+    """Every notification up to the one that contains `wanted`."""
+    seen: list[str] = []
+    end = time.monotonic() + DEADLINE
+    while (left := end - time.monotonic()) > 0:
+        if select.select([notified], [], [], left)[0]:
+            seen.append(notified.recv(65536).decode())
+            if wanted in seen[-1]:
+                return seen
+    raise AssertionError(f"no {wanted} within {DEADLINE} s, but {seen}")
+
+
+def drafter_of(output: Path) -> dict[str, object]:
+    return {name: tensor.tolist() for name, tensor in load_file(output / "drafter" / "model.safetensors").items()}
+
+
+def test_a_run_trains_saves_and_exits_0(train_flags: Flags, tmp_path: Path) -> None:
+    done = train(train_flags(max_steps=80, lr=1e-2))
+    assert done.returncode == 0, done.stderr
+    assert "complete at step 80/80" in last_line(done)
+    output = tmp_path / "out"
+    steps = [row["step"] for row in rows(output)]
+    assert steps == [1, *range(5, 81, 5)]
+    assert rows(output)[-1]["loss"] < 0.75 * rows(output)[0]["loss"]
+    assert sorted(p.name for p in (output / "checkpoints").iterdir())[-1] == "step-00000080"
+    assert (output / "drafter" / "config.json").exists()
+    assert any((output / "tensorboard").iterdir())
+
+
+def test_a_complete_run_says_so_and_exits_0_at_once(train_flags: Flags, tmp_path: Path) -> None:
+    assert train(train_flags()).returncode == 0
+    with running(train_flags(), tmp_path) as (process, notified):
+        wait_for(notified, "READY=1")
+        assert process.wait(DEADLINE) == 0
+        assert process.stderr is not None
+        assert "nothing left to train" in process.stderr.read()
+
+
+def test_sigkill_and_resume_give_the_same_drafter_bit_for_bit(train_flags: Flags, tmp_path: Path) -> None:
+    assert train(train_flags(output_dir=tmp_path / "unbroken")).returncode == 0
+    flags = train_flags(output_dir=tmp_path / "broken")
+    with running(flags, tmp_path) as (process, notified):
+        wait_for(notified, "STATUS=step 10/20")
+        process.kill()
+    resumed = train(flags)
+    assert resumed.returncode == 0, resumed.stderr
+    assert "resuming from" in resumed.stderr
+    assert drafter_of(tmp_path / "unbroken") == drafter_of(tmp_path / "broken")
+    losses = {row["step"]: row["loss"] for row in rows(tmp_path / "unbroken")}
+    again = {row["step"]: row["loss"] for row in rows(tmp_path / "broken")}
+    assert losses[20] == again[20]
+
+
+def test_sigterm_saves_and_exits_0_and_the_next_start_goes_on(train_flags: Flags, tmp_path: Path) -> None:
+    flags = train_flags(save_interval=1000, max_steps=400, epochs=400)
+    with running(flags, tmp_path) as (process, notified):
+        before_ready = wait_for(notified, "READY=1")
+        assert not any("WATCHDOG=1" in message for message in before_ready[:1])
+        process.send_signal(signal.SIGTERM)
+        wait_for(notified, "STOPPING=1")
+        assert process.wait(DEADLINE) == 0
+    saved = [p.name for p in (tmp_path / "out" / "checkpoints").iterdir()]
+    assert len(saved) == 1
+    with running(flags, tmp_path) as (process, notified):
+        assert process.stderr is not None
+        for line in process.stderr:
+            if "resuming from" in line:
+                assert saved[0] in line
+                break
+        else:
+            raise AssertionError("it did not resume")
+
+
+def test_ready_comes_after_the_first_step_and_the_watchdog_from_the_loop(
+    train_flags: Flags, tmp_path: Path
+) -> None:
+    with running(train_flags(), tmp_path) as (process, notified):
+        until_ready = wait_for(notified, "READY=1")
+        assert any("first step under way" in message for message in until_ready)
+        rest = wait_for(notified, "STATUS=step 20/20")
+        assert sum("WATCHDOG=1" in message for message in (*until_ready, *rest)) >= 19
+        assert process.wait(DEADLINE) == 0
+
+
+def test_a_truncated_newest_checkpoint_is_skipped_and_named(train_flags: Flags, tmp_path: Path) -> None:
+    assert train(train_flags(max_steps=12)).returncode == 0
+    newest = tmp_path / "out" / "checkpoints" / "step-00000012"
+    state = newest / "state.pt"
+    state.write_bytes(state.read_bytes()[:-100])
+    again = train(train_flags(max_steps=12))
+    assert again.returncode == 0, again.stderr
+    assert any("skipped checkpoint" in x and "step-00000012" in x for x in again.stderr.splitlines())
+    assert "step-00000010" in again.stderr
+    assert "complete at step 12/12" in last_line(again)
+
+
+def test_another_runs_output_is_refused_with_the_keys_and_fresh_puts_it_aside(
+    train_flags: Flags, tmp_path: Path
+) -> None:
+    assert train(train_flags()).returncode == 0
+    before = drafter_of(tmp_path / "out")
+    refused = train(train_flags(lr=1e-4, draft_layers=1))
+    assert refused.returncode == 78
+    assert "train.lr 0.002 there, 0.0001 now" in last_line(refused)
+    assert "drafter.layers 2 there, 1 now" in last_line(refused)
+    assert "--fresh" in last_line(refused)
+    assert "train.seed" not in last_line(refused)
+    assert drafter_of(tmp_path / "out") == before
+    assert train(train_flags(lr=1e-4, draft_layers=1), "--fresh").returncode == 0
+    (aside,) = (tmp_path / "out").glob("previous-*")
+    assert drafter_of(aside) == before
+
+
+def test_settings_that_do_not_shape_the_result_may_change_between_attempts(train_flags: Flags) -> None:
+    assert train(train_flags()).returncode == 0
+    assert train(train_flags(log_interval=3, save_interval=7, keep_last=2)).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("columns", "reason"),
+    [
+        ({"input_ids": [[5, 6, 7]]}, "loss_mask"),
+        ({"input_ids": [[5, 6, 96]], "loss_mask": [[1, 1, 1]]}, "96"),
+        ({"input_ids": [[5, 6, 7]], "loss_mask": [[0, 0, 0]]}, "supervised"),
+        ({"input_ids": [[5, 6, 7]], "loss_mask": [[1, 1]]}, "row 0"),
+        ({"input_ids": [[], [4]], "loss_mask": [[], [1]]}, "short"),
+        ({"input_ids": [[5, MASK_TOKEN, 7]], "loss_mask": [[1, 1, 1]]}, "mask_token_id"),
+    ],
+)
+def test_bad_data_is_exit_78_with_one_line(
+    columns: dict[str, list[list[int]]], reason: str, train_flags: Flags, tmp_path: Path
+) -> None:
+    refused = train(train_flags(data_dir=save_dataset(tmp_path / "d", columns)))
+    assert refused.returncode == 78
+    assert reason in last_line(refused)
+    assert "Traceback" not in refused.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_short_rows_are_skipped_and_counted(train_flags: Flags, tmp_path: Path) -> None:
+    ids = [[4], [], *[[5, 6, 7, 8]] * 3]
+    directory = save_dataset(tmp_path / "d", {"input_ids": ids, "loss_mask": [[1] * len(i) for i in ids]})
+    done = train(train_flags(data_dir=directory, max_steps=2))
+    assert done.returncode == 0, done.stderr
+    assert any("3 rows" in x and "2" in x and "short" in x for x in done.stderr.splitlines())
+
+
+@pytest.mark.parametrize("fault", ["no directory", "shard missing", "truncated shard"])
+def test_a_bad_target_is_exit_78_with_one_line(fault: str, train_flags: Flags, tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    if fault != "no directory":
+        weights = make_target(target) / "model.safetensors"
+        if fault == "shard missing":
+            weights.unlink()
+        else:
+            weights.write_bytes(weights.read_bytes()[:4000])
+    refused = train(train_flags(target_model=target))
+    assert refused.returncode == 78
+    assert str(target) in last_line(refused)
+    assert "Traceback" not in refused.stderr
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
+def test_a_full_disk_while_saving_keeps_training_and_the_old_checkpoints(
+    train_flags: Flags, tmp_path: Path
+) -> None:
+    output = tmp_path / "small"
+    output.mkdir()
+    assert train(train_flags(output_dir=tmp_path / "measure", max_steps=5)).returncode == 0
+    size = sum(p.stat().st_size for p in (tmp_path / "measure").rglob("*") if p.is_file())
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={int(size * 1.6)}", "tmpfs", output], check=True)
+    try:
+        flags = train_flags(output_dir=output)
+        full = train(flags)
+        assert full.returncode == 75, full.stderr
+        assert any("checkpoint not saved" in x for x in full.stderr.splitlines())
+        assert "step 20" in last_line(full)
+        assert "No space left" in last_line(full)
+        assert [p.name for p in (output / "checkpoints").iterdir()] == ["step-00000005"]
+        subprocess.run(["mount", "-o", f"remount,size={size * 20}", output], check=True)
+        mended = train(flags)
+        assert mended.returncode == 0, mended.stderr
+        assert "step-00000005" in mended.stderr
+    finally:
+        subprocess.run(["umount", output], check=True)
+
+
+def test_check_reports_without_starting_or_writing(train_flags: Flags, tmp_path: Path) -> None:
+    def check(*more: str, **changes: object) -> subprocess.CompletedProcess[str]:
+        words = [sys.executable, "-m", "dflash_trainer", "check", *train_flags(**changes), *more]
+        return subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=60, check=False)
+
+    good = check("--json")
+    assert good.returncode == 0, good.stderr
+    findings = [json.loads(line) for line in good.stdout.splitlines()]
+    assert {f["severity"] for f in findings} == {"ok"}
+    assert any("20 steps" in f["text"] for f in findings)
+    bad = check(mask_token_id=4)
+    assert bad.returncode == 78
+    assert "occurs in the data" in bad.stdout
+    assert not (tmp_path / "out").exists()
+
+
+def test_usage_errors_name_the_flag(train_flags: Flags) -> None:
+    wrong = train(train_flags(lr="fast"))
+    assert wrong.returncode in (2, 78)
+    assert "fast" in last_line(wrong)
+    negative = train(train_flags(block_size=-4))
+    assert negative.returncode == 78
+    assert "block_size" in last_line(negative)
+
+
+def test_a_hybrid_target_trains_too(train_flags: Flags, tmp_path: Path) -> None:
+    target = make_target(tmp_path / "qwen", "qwen3_5_text")
+    done = train(train_flags(target_model=target, max_steps=3, data_dir=make_dataset(tmp_path / "d", 12)))
+    assert done.returncode == 0, done.stderr

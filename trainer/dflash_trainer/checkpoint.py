@@ -1,0 +1,255 @@
+"""Checkpoints that appear whole or not at all.
+
+A checkpoint is written beside its place, every file and directory synced, a manifest with sizes and checksums
+last, then renamed: rename(2) is atomic, and fsync(2) before it makes the order hold across a power cut.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dflash_agent import outputs
+
+FORMAT = 1
+_TEMPORARY = ".writing-"
+_REMOVED = ".removed-"
+_PROBE_BYTES = 1 << 20
+
+
+class Damaged(Exception):
+    """The checkpoint is not what its manifest says; str() is the reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    """A checkpoint that could not be used, and why."""
+
+    path: Path
+    reason: str
+
+
+def save(output: Path, step: int, write: Callable[[Path], None], keep_last: int, keep_every: int) -> Path:
+    """Writes the checkpoint of `step` through `write(directory)`, points OUTPUT/drafter at it, and prunes.
+
+    On an error (OSError, such as a full disk, also where `write` hid it behind an error of its own) the older
+    checkpoints are untouched and nothing of the new one stays. A whole checkpoint of that step that is there
+    already is kept as it is; a damaged one is replaced.
+    """
+    parent = output / outputs.CHECKPOINTS_DIR
+    parent.mkdir(parents=True, exist_ok=True)
+    final = parent / outputs.checkpoint_name(step)
+    unfinished = parent / (_TEMPORARY + final.name)
+    _remove_leftovers(output)
+    if not _is_whole(final):
+        try:
+            unfinished.mkdir()
+            _write(unfinished, write)
+            _seal(unfinished, step)
+            if final.exists():
+                final.rename(parent / (_REMOVED + final.name))
+            unfinished.rename(final)
+            _sync(parent)
+        except BaseException:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            raise
+    _point_drafter(output, final)
+    _prune(output, step, keep_last, keep_every)
+    _remove_leftovers(output)
+    return final
+
+
+def verify(directory: Path) -> None:
+    """Reads the whole checkpoint against its manifest. Raises Damaged."""
+    for name, (size, digest) in _entries(directory).items():
+        path = directory / name
+        try:
+            found = path.stat().st_size
+            if found != size:
+                raise Damaged(f"{name} has {found} bytes instead of {size}")
+            if _sha256(path) != digest:
+                raise Damaged(f"{name} does not match its checksum")
+        except OSError as error:
+            raise Damaged(f"{name} cannot be read: {error.strerror}") from error
+
+
+def newest_whole(output: Path) -> tuple[Path | None, list[Skipped]]:
+    """The newest checkpoint whose manifest holds, and the newer ones that were skipped, newest first."""
+    skipped = []
+    for _, directory in reversed(outputs.checkpoint_dirs(output)):
+        try:
+            verify(directory)
+        except Damaged as error:
+            skipped.append(Skipped(directory, str(error)))
+        else:
+            return directory, skipped
+    return None, skipped
+
+
+def recover(output: Path) -> tuple[Path | None, list[Skipped]]:
+    """newest_whole, for the start of an attempt: also removes what was cut short, and mends OUTPUT/drafter."""
+    _remove_leftovers(output)
+    newest, skipped = newest_whole(output)
+    if newest is not None:
+        _point_drafter(output, newest)
+    return newest, skipped
+
+
+def _prune(output: Path, step: int, keep_last: int, keep_every: int) -> None:
+    """Removes what is older than the newest `keep_last` checkpoints, but for multiples of `keep_every`.
+
+    Counts back from `step`, the one just saved, and only those whose files are all there in full size: a newer
+    one is there only if it could not be read, and must not push out what can be. Each is renamed first, so
+    that a removal that is cut short leaves no half checkpoint under a good name.
+    """
+    there = [(s, path) for s, path in outputs.checkpoint_dirs(output) if s <= step]
+    full = [s for s, path in there if _has_all_files(path)]
+    oldest = full[-keep_last:][0]
+    for old, directory in there:
+        if old < oldest and not (keep_every and old % keep_every == 0):
+            doomed = directory.with_name(_REMOVED + directory.name)
+            directory.rename(doomed)
+            shutil.rmtree(doomed)
+
+
+def _remove_leftovers(output: Path) -> None:
+    """Removes what a save or a removal that was cut short has left."""
+    parent = output / outputs.CHECKPOINTS_DIR
+    for prefix in (_TEMPORARY, _REMOVED):
+        for path in parent.glob(prefix + "*"):
+            shutil.rmtree(path)
+
+
+def _write(directory: Path, write: Callable[[Path], None]) -> None:
+    """write(directory), with the system's error in place of the one that a library hides it behind.
+
+    torch.save makes a RuntimeError of a full disk and safetensors one of its own; so the file system is asked
+    again whether it takes a little more.
+    """
+    try:
+        write(directory)
+    except OSError:
+        raise
+    except Exception:
+        with tempfile.TemporaryFile(dir=directory) as probe:
+            os.posix_fallocate(probe.fileno(), 0, _PROBE_BYTES)
+            os.fsync(probe.fileno())
+        raise
+
+
+def _seal(directory: Path, step: int) -> None:
+    """Makes the files durable, then the manifest, then the directories."""
+    paths = sorted(directory.rglob("*"))
+    files = [path for path in paths if path.is_file()]
+    entries = {str(p.relative_to(directory)): {"size": p.stat().st_size, "sha256": _sha256(p)} for p in files}
+    for path in files:
+        _sync(path)
+    manifest = directory / outputs.MANIFEST_FILE
+    manifest.write_text(json.dumps({"format": FORMAT, "step": step, "files": entries}, indent=1) + "\n")
+    _sync(manifest)
+    for path in (*(path for path in paths if path.is_dir()), directory):
+        _sync(path)
+
+
+def _entries(directory: Path) -> dict[str, tuple[int, str]]:
+    """Size and checksum of every file, by the manifest. Raises Damaged if that is not one of this step."""
+    try:
+        manifest: dict[str, Any] = json.loads((directory / outputs.MANIFEST_FILE).read_text())
+        if manifest["format"] != FORMAT:
+            raise Damaged(f"its format is {manifest['format']}, this version reads {FORMAT}")
+        if outputs.checkpoint_name(manifest["step"]) != directory.name:
+            raise Damaged(f"its manifest is of step {manifest['step']}")
+        return {name: (entry["size"], entry["sha256"]) for name, entry in manifest["files"].items()}
+    except FileNotFoundError:
+        raise Damaged(f"it has no {outputs.MANIFEST_FILE}") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise Damaged(f"its manifest cannot be read: {type(error).__name__}: {error}") from error
+
+
+def _is_whole(directory: Path) -> bool:
+    try:
+        verify(directory)
+    except Damaged:
+        return False
+    return True
+
+
+def _has_all_files(directory: Path) -> bool:
+    """A cheap look, without checksums."""
+    with contextlib.suppress(Damaged, OSError):
+        return all((directory / name).stat().st_size == size for name, (size, _) in _entries(directory).items())
+    return False
+
+
+def _point_drafter(output: Path, checkpoint: Path) -> None:
+    link = output / outputs.DRAFTER_LINK
+    aim = checkpoint.relative_to(output) / outputs.DRAFTER_LINK
+    if link.is_symlink() and link.readlink() == aim:
+        return
+    fresh = output / f".{outputs.DRAFTER_LINK}.new"
+    fresh.unlink(missing_ok=True)
+    fresh.symlink_to(aim)
+    fresh.replace(link)
+    _sync(output)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class Saver:
+    """Saves in the background, one checkpoint at a time, while training goes on."""
+
+    def __init__(self, output: Path, keep_last: int, keep_every: int) -> None:
+        self.seconds = 0.0  # spent saving
+        self._output = output
+        self._keep = (keep_last, keep_every)
+        self._thread: threading.Thread | None = None
+        self._errors: deque[BaseException] = deque()
+
+    def submit(self, step: int, write: Callable[[Path], None]) -> None:
+        """Begins to save; waits first for the save before."""
+        self.finish()
+        self._thread = threading.Thread(target=self._save, args=(step, write), name="saver")
+        self._thread.start()
+
+    def _save(self, step: int, write: Callable[[Path], None]) -> None:
+        began = time.monotonic()
+        try:
+            save(self._output, step, write, *self._keep)
+        except BaseException as error:  # noqa: BLE001 - take_error hands it on
+            self._errors.append(error)
+        self.seconds += time.monotonic() - began
+
+    def finish(self) -> None:
+        """Waits for the save under way."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def take_error(self) -> OSError | None:
+        """The I/O error of a save that ended, once. Raises any other error, which is a fault of ours."""
+        if not self._errors:
+            return None
+        error = self._errors.popleft()
+        if isinstance(error, OSError):
+            return error
+        raise error

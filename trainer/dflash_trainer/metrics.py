@@ -1,0 +1,139 @@
+"""The numbers of a run: metrics.jsonl, TensorBoard event files, the status line, a bar on a terminal."""
+
+import itertools
+import json
+import math
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from dflash_agent import outputs
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+from dflash_trainer.journal import WARNING, log
+
+PLOTTED = ("loss", "accuracy", "lr", "grad_norm", "tokens_per_s")
+_LONGEST_LINE = 1 << 16  # bytes
+_UNITS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
+
+
+class Metrics:
+    """Appends rows to both files. A disk that is full is said once a streak and never stops training."""
+
+    def __init__(self, output: Path, step: int) -> None:
+        self._lines = output / outputs.METRICS_FILE
+        self._plots = output / outputs.TENSORBOARD_DIR
+        self._step = step  # the last one plotted
+        self._board: SummaryWriter | None = None
+        self._failing = False
+        self._tries(lambda: mend_last_line(self._lines))
+
+    def row(self, values: dict[str, Any]) -> None:
+        """One row, stamped with the time; every value that PLOTTED names is plotted at values["step"] too.
+
+        A number that is not finite becomes null: JSON has no word for it.
+        """
+        line = json.dumps(_finite({"time": round(time.time(), 3)} | values), allow_nan=False) + "\n"
+        if self._tries(lambda: append_line(self._lines, line)) and self._tries(lambda: self._plot(values)):
+            self._failing = False
+
+    def _plot(self, values: dict[str, Any]) -> None:
+        if self._board is None:
+            # Steps that an earlier attempt reached after its last checkpoint are done again: hide them.
+            self._board = SummaryWriter(str(self._plots), purge_step=self._step + 1)
+        try:
+            for name in PLOTTED:
+                if name in values:
+                    self._board.add_scalar(name, values[name], values["step"])
+            self._board.flush()
+        except OSError:
+            self._board = None  # its thread has died of it; the next row begins another file
+            raise
+        self._step = values.get("step", self._step)
+
+    def _tries(self, work: Callable[[], None]) -> bool:
+        try:
+            work()
+        except OSError as error:
+            if not self._failing:
+                log(f"metrics not written: {error}; training goes on", event="metrics-failed", priority=WARNING)
+            self._failing = True
+            return False
+        return True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, _type: type[BaseException] | None, _error: BaseException | None, _stack: TracebackType | None
+    ) -> None:
+        if self._board is not None:
+            self._tries(self._board.close)
+
+
+def append_line(path: Path, line: str) -> None:
+    """Appends the whole line, or nothing and raises OSError."""
+    with path.open("ab", buffering=0) as file:
+        end = file.tell()
+        left = memoryview(line.encode())
+        try:
+            while left:
+                left = left[file.write(left) :]
+        except OSError:
+            file.truncate(end)
+            raise
+
+
+def mend_last_line(path: Path) -> None:
+    """Removes a last line that a power cut left torn."""
+    if not path.exists():
+        return
+    with path.open("rb+") as file:
+        begin = max(0, file.seek(0, 2) - _LONGEST_LINE)
+        file.seek(begin)
+        file.truncate(begin + file.read().rfind(b"\n") + 1)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+class Progress(tqdm):  # type: ignore[type-arg]
+    """A bar on a terminal, nothing in a journal."""
+
+    def __init__(self, step: int, total: int) -> None:
+        super().__init__(initial=step, total=total, unit="step", disable=not sys.stderr.isatty(), leave=False)
+
+    def advance_to(self, step: int, loss: float) -> None:
+        """Moves the bar to `step`."""
+        self.set_postfix_str(f"loss {loss:.3f}", refresh=False)
+        self.update(step - self.n)
+
+
+def status_line(step: int, total: int, loss: float, tokens_per_s: float, eta_s: float) -> str:
+    """What a person wants to see at a glance.
+
+    >>> status_line(240, 91552, 2.81, 16100.0, 680400.0)
+    'step 240/91552 · loss 2.81 · 16.1 Ktok/s · ETA 7 d 21 h'
+    """
+    rate = f"{tokens_per_s / 1000:.1f} Ktok/s" if tokens_per_s >= 1000 else f"{tokens_per_s:.0f} tok/s"
+    return f"step {step}/{total} · loss {loss:.2f} · {rate} · ETA {duration(eta_s)}"
+
+
+def duration(seconds: float) -> str:
+    """Seconds in the two largest units that matter.
+
+    >>> duration(680400), duration(3660), duration(95), duration(7)
+    ('7 d 21 h', '1 h 1 min', '1 min 35 s', '7 s')
+    """
+    left = round(seconds)
+    for (size, unit), (smaller, smaller_unit) in itertools.pairwise(_UNITS):
+        if left >= size:
+            return f"{left // size} {unit} {left % size // smaller} {smaller_unit}"
+    return f"{left} s"
