@@ -42,6 +42,7 @@ def make_target(directory: Path, model_type: str = "llama") -> Path:
     model = transformers.AutoModelForCausalLM.from_config(config)
     for parameter in model.parameters():
         parameter.data.mul_(4 if parameter.dim() > 1 else 1)  # spread enough to make choices, not ties
+    model.get_input_embeddings().weight.data.mul_(4)  # as large as a trained head's, so that a drafter can be sure
     model.save_pretrained(directory)
     return directory
 

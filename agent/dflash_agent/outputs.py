@@ -1,10 +1,10 @@
 """The layout of a run's output directory, for the trainer that writes it and the agent that reads it.
 
-    OUTPUT/run.json                     what makes two attempts the same run
-    OUTPUT/checkpoints/step-00000240/   state.pt, drafter/, manifest.json
-    OUTPUT/drafter                      link to the newest checkpoint's drafter, for servers
-    OUTPUT/metrics.jsonl, tensorboard/  the numbers
-    OUTPUT/previous-20261201T120000Z/   what `fresh` put aside
+OUTPUT/run.json                     what makes two attempts the same run
+OUTPUT/checkpoints/step-00000240/   state.pt, drafter/, manifest.json
+OUTPUT/drafter                      link to the newest checkpoint's drafter, for servers
+OUTPUT/metrics.jsonl, tensorboard/  the numbers
+OUTPUT/previous-20261201T120000Z/   what `fresh` put aside
 """
 
 import errno

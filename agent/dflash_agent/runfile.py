@@ -87,7 +87,11 @@ class Output:
     """What the run writes."""
 
     dir: str = _key(
-        "--output-dir", "where checkpoints and metrics go; empty: /var/lib/dflash/runs/NAME", _a_path_or_empty, "", True
+        "--output-dir",
+        "where checkpoints and metrics go; empty: /var/lib/dflash/runs/NAME",
+        _a_path_or_empty,
+        "",
+        True,
     )
     save_interval: int = _key("--save-interval", "steps between checkpoints", _at_least(1), 5000, True)
     keep_last: int = _key("--keep-last", "newest checkpoints to keep", _at_least(1), 3, True)
@@ -158,9 +162,7 @@ TABLES: dict[str, Any] = {
 def check_name(name: str) -> str:
     """The name of a run if it is one; no path is ever made of anything else. Raises ConfigError."""
     if not RUN_NAME.fullmatch(name):
-        raise ConfigError(
-            f"run name {name!r}: use 1 to 48 of a-z, 0-9 and '-', beginning with a letter or digit"
-        )
+        raise ConfigError(f"run name {name!r}: use 1 to 48 of a-z, 0-9 and '-', beginning with a letter or digit")
     return name
 
 
@@ -199,6 +201,7 @@ def from_flags(name: str, values: Mapping[str, object]) -> RunFile:
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """A flag for every key. vars() of the parsed result holds those given, keyed like "train.lr"."""
+    parsers: dict[type, Callable[[str], Any]] = {str: str, int: int, float: float, tuple: _parse_ids}
     for key, spec in schema():
         is_path = spec.metadata["check"] in (_a_path, _a_path_or_empty)
         kind = _kind(spec)
@@ -207,7 +210,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
             dest=key,
             default=argparse.SUPPRESS,
             metavar="DIR" if is_path else {str: "TEXT", int: "N", float: "X", tuple: "I,J,…"}[kind],
-            type=os.path.abspath if is_path else {str: str, int: int, float: float, tuple: _parse_ids}[kind],
+            type=os.path.abspath if is_path else parsers[kind],
             help=spec.metadata["help"].replace("%", "%%"),
         )
 
@@ -280,7 +283,7 @@ def _convert(where: str, key: str, spec: "Field[Any]", value: object) -> object:
 
 
 def _kind(spec: "Field[Any]") -> type:
-    return {str: str, int: int, float: float}.get(spec.type, tuple)  # type: ignore[call-overload, no-any-return]
+    return spec.type if isinstance(spec.type, type) else tuple
 
 
 def _parse_ids(text: str) -> tuple[int, ...]:

@@ -63,8 +63,8 @@ def test_a_run_trains_on_the_gpu_and_resumes(train_flags: Callable[..., list[str
         assert done.returncode == 0, done.stderr
         return done.stderr
 
-    train(max_steps=40, head_dim=16)
+    train(max_steps=80, head_dim=16, lr=1e-2)
     lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     losses = [line["loss"] for line in lines if "loss" in line]
     assert losses[-1] < 0.85 * losses[0]
-    assert "nothing left to train" in train(max_steps=40, head_dim=16)
+    assert "nothing left to train" in train(max_steps=80, head_dim=16, lr=1e-2)

@@ -64,11 +64,9 @@ class Channel(Generic[T]):
     def __iter__(self) -> Iterator[T]:
         while True:
             try:
-                item = self.get()
+                yield self.get()  # through no variable: this frame must not keep it alive
             except Ended:
                 return
-            yield item
-            del item  # or this frame would keep it alive while the next one is awaited
 
     def end(self) -> None:
         """Tells the consumer that no more items come."""

@@ -9,7 +9,6 @@ import hashlib
 import json
 import os
 import shutil
-import tempfile
 import threading
 import time
 from collections import deque
@@ -23,7 +22,7 @@ from dflash_agent import outputs
 FORMAT = 1
 _TEMPORARY = ".writing-"
 _REMOVED = ".removed-"
-_PROBE_BYTES = 1 << 20
+_NEW_LINK = f".{outputs.DRAFTER_LINK}.new"
 
 
 class Damaged(Exception):
@@ -41,9 +40,9 @@ class Skipped:
 def save(output: Path, step: int, write: Callable[[Path], None], keep_last: int, keep_every: int) -> Path:
     """Writes the checkpoint of `step` through `write(directory)`, points OUTPUT/drafter at it, and prunes.
 
-    On an error (OSError, such as a full disk, also where `write` hid it behind an error of its own) the older
-    checkpoints are untouched and nothing of the new one stays. A whole checkpoint of that step that is there
-    already is kept as it is; a damaged one is replaced.
+    On an error (OSError, such as a full disk, or what `write` raises) the older checkpoints are untouched and
+    nothing of the new one stays. A whole checkpoint of that step that is there already is kept as it is; a
+    damaged one is replaced.
     """
     parent = output / outputs.CHECKPOINTS_DIR
     parent.mkdir(parents=True, exist_ok=True)
@@ -53,7 +52,7 @@ def save(output: Path, step: int, write: Callable[[Path], None], keep_last: int,
     if not _is_whole(final):
         try:
             unfinished.mkdir()
-            _write(unfinished, write)
+            write(unfinished)
             _seal(unfinished, step)
             if final.exists():
                 final.rename(parent / (_REMOVED + final.name))
@@ -96,7 +95,7 @@ def newest_whole(output: Path) -> tuple[Path | None, list[Skipped]]:
 
 
 def recover(output: Path) -> tuple[Path | None, list[Skipped]]:
-    """newest_whole, for the start of an attempt: also removes what was cut short, and mends OUTPUT/drafter."""
+    """newest_whole for the start of an attempt: also removes what was cut short and mends OUTPUT/drafter."""
     _remove_leftovers(output)
     newest, skipped = newest_whole(output)
     if newest is not None:
@@ -107,9 +106,9 @@ def recover(output: Path) -> tuple[Path | None, list[Skipped]]:
 def _prune(output: Path, step: int, keep_last: int, keep_every: int) -> None:
     """Removes what is older than the newest `keep_last` checkpoints, but for multiples of `keep_every`.
 
-    Counts back from `step`, the one just saved, and only those whose files are all there in full size: a newer
-    one is there only if it could not be read, and must not push out what can be. Each is renamed first, so
-    that a removal that is cut short leaves no half checkpoint under a good name.
+    Counts back from `step`, the one just saved, and only those whose files are all there in full size: a
+    newer one is there only if it could not be read, and must not push out what can be. Each is renamed
+    first, so that a removal that is cut short leaves no half checkpoint under a good name.
     """
     there = [(s, path) for s, path in outputs.checkpoint_dirs(output) if s <= step]
     full = [s for s, path in there if _has_all_files(path)]
@@ -127,23 +126,9 @@ def _remove_leftovers(output: Path) -> None:
     for prefix in (_TEMPORARY, _REMOVED):
         for path in parent.glob(prefix + "*"):
             shutil.rmtree(path)
-
-
-def _write(directory: Path, write: Callable[[Path], None]) -> None:
-    """write(directory), with the system's error in place of the one that a library hides it behind.
-
-    torch.save makes a RuntimeError of a full disk and safetensors one of its own; so the file system is asked
-    again whether it takes a little more.
-    """
-    try:
-        write(directory)
-    except OSError:
-        raise
-    except Exception:
-        with tempfile.TemporaryFile(dir=directory) as probe:
-            os.posix_fallocate(probe.fileno(), 0, _PROBE_BYTES)
-            os.fsync(probe.fileno())
-        raise
+    new_link = output / _NEW_LINK
+    if new_link.is_symlink():
+        new_link.unlink()
 
 
 def _seal(directory: Path, step: int) -> None:
@@ -186,7 +171,8 @@ def _is_whole(directory: Path) -> bool:
 def _has_all_files(directory: Path) -> bool:
     """A cheap look, without checksums."""
     with contextlib.suppress(Damaged, OSError):
-        return all((directory / name).stat().st_size == size for name, (size, _) in _entries(directory).items())
+        entries = _entries(directory)
+        return all((directory / name).stat().st_size == size for name, (size, _) in entries.items())
     return False
 
 
@@ -195,7 +181,7 @@ def _point_drafter(output: Path, checkpoint: Path) -> None:
     aim = checkpoint.relative_to(output) / outputs.DRAFTER_LINK
     if link.is_symlink() and link.readlink() == aim:
         return
-    fresh = output / f".{outputs.DRAFTER_LINK}.new"
+    fresh = output / _NEW_LINK
     fresh.unlink(missing_ok=True)
     fresh.symlink_to(aim)
     fresh.replace(link)

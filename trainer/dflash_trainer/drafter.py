@@ -157,7 +157,9 @@ class Attention(nn.Module):
         q = rotate(q, cos[:, :, -queries:], sin[:, :, -queries:])
         k = rotate(k, cos, sin)
         if isinstance(mask, BlockMask):
-            out = _compiled_flex_attention()(q, k, v, block_mask=mask, enable_gqa=True)
+            # TRITON: the choice that AUTO makes for fewer than 128 queries fails to compile with dynamic shapes.
+            options = {"BACKEND": "TRITON"}
+            out = _compiled_flex_attention()(q, k, v, block_mask=mask, enable_gqa=True, kernel_options=options)
         else:
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
         mixed: Tensor = self.o_proj(out.transpose(1, 2).flatten(2))

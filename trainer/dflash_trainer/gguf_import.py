@@ -1,12 +1,22 @@
 """`dflash-train import-gguf`: a GGUF model → a Hugging Face directory that a run can use as its target."""
 
 import argparse
-import json
-import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dflash_trainer.errors import CannotStart
+from dflash_trainer.whole import whole_directory
+
+CONTROL_TOKEN = 3  # gguf.TokenType.CONTROL
+
+
+@dataclass(frozen=True, slots=True)
+class TokenIds:
+    """What a GGUF file's metadata says of its tokens."""
+
+    named: dict[str, int]  # eos, pad, and bos if there is one: by the names that transformers has for them
+    control: dict[int, str]  # ids and texts of the tokens that are never text
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,76 +33,60 @@ def run(args: argparse.Namespace) -> int:
 
 
 def import_gguf(gguf: Path, output: Path) -> None:
-    """Dequantizes to float32 into `output`, which appears whole or not at all.
+    """Dequantizes to float32 into `output`, which appears whole or not at all. Raises CannotStart.
 
-    float32, since a CPU trains in it and a rounding on the way would make another target. Raises CannotStart.
+    float32, although bfloat16 takes half the disk: scale · 4 bits + minimum does not fit the 8 bits of bfloat16's
+    significand, so rounding would make another target, and a CPU computes in float32 anyway.
     """
+    if output.exists():
+        raise CannotStart(f"{output} exists; remove it or name another directory")
+    ids = read_token_ids(gguf)
+    model, tokenizer = _load(gguf)
+    from transformers import AddedToken
+
+    tokenizer.add_tokens([AddedToken(text, special=True, normalized=False) for text in ids.control.values()])
+    for token, text in ids.control.items():
+        if tokenizer.encode(text, add_special_tokens=False) != [token]:
+            raise CannotStart(f"{gguf}: transformers' tokenizer does not read {text} as its token {token}")
+    for name, token in ids.named.items():  # transformers takes them from elsewhere, and wrongly
+        setattr(tokenizer, f"{name}_token", tokenizer.convert_ids_to_tokens(token))
+        setattr(model.config, f"{name}_token_id", token)
+        setattr(model.generation_config, f"{name}_token_id", token)
+    tokenizer.clean_up_tokenization_spaces = False
+    with whole_directory(output) as unfinished:
+        model.save_pretrained(unfinished)
+        tokenizer.save_pretrained(unfinished)
+
+
+def read_token_ids(gguf: Path) -> TokenIds:
+    """The token ids in the file's metadata; padding is the end token where it names none. Raises CannotStart."""
+    try:
+        from gguf import GGUFReader
+
+        fields = GGUFReader(gguf).fields
+        contents = {name: field.contents() for name, field in fields.items() if name.startswith("tokenizer.ggml.")}
+    except ImportError as error:
+        raise CannotStart(f"GGUF files cannot be read: {error}; pip install gguf accelerate") from error
+    except (OSError, ValueError, KeyError, IndexError) as error:
+        raise CannotStart(f"{gguf} is not a whole GGUF file: {error}; download it again") from error
+    values: dict[str, Any] = {name.removeprefix("tokenizer.ggml."): value for name, value in contents.items()}
+    if "eos_token_id" not in values:
+        raise CannotStart(f"{gguf} names no end token (tokenizer.ggml.eos_token_id); it cannot be a target")
+    named = {"eos": values["eos_token_id"], "pad": values.get("padding_token_id", values["eos_token_id"])}
+    if "bos_token_id" in values:
+        named["bos"] = values["bos_token_id"]
+    kinds = values.get("token_type", [])
+    return TokenIds(named, {i: values["tokens"][i] for i, kind in enumerate(kinds) if kind == CONTROL_TOKEN})
+
+
+def _load(gguf: Path) -> tuple[Any, Any]:
+    """transformers' model, in float32, and tokenizer."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    if output.exists():
-        raise CannotStart(f"{output} exists; remove it or name another directory")
-    if not gguf.is_file():
-        raise CannotStart(f"{gguf} is not a file; give a GGUF model")
     where = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
     try:
         model = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
-        tokenizer = AutoTokenizer.from_pretrained(**where)
-    except (OSError, ValueError, KeyError) as error:
+        return model, AutoTokenizer.from_pretrained(**where)
+    except (ImportError, OSError, ValueError, KeyError, RuntimeError) as error:
         raise CannotStart(f"{gguf} cannot be imported: {' '.join(str(error).split())[:300]}") from error
-    ends = gguf_ids(gguf)
-    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(ends["eos"])
-    tokenizer.clean_up_tokenization_spaces = False
-    tokenizer.pad_token = tokenizer.convert_ids_to_tokens(ends.get("padding", ends["eos"]))
-    for name in ("eos", "bos", "padding"):
-        attribute = {"padding": "pad"}.get(name, name) + "_token_id"
-        setattr(model.generation_config, attribute, ends.get(name, ends["eos"] if name == "padding" else None))
-    unfinished = output.with_name(f".{output.name}.writing")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
-    model.save_pretrained(unfinished)
-    tokenizer.save_pretrained(unfinished)
-    mark_special_tokens(unfinished / "tokenizer.json", gguf_control_tokens(gguf))
-    for path in unfinished.iterdir():
-        path.chmod(0o644)
-    unfinished.rename(output)
-
-
-def gguf_ids(gguf: Path) -> dict[str, int]:
-    """The token ids that the file's metadata names: eos, and bos and padding if it has them."""
-    reader = _reader(gguf)
-    found = {}
-    for name in ("bos", "eos", "padding"):
-        value = reader.get_field(f"tokenizer.ggml.{name}_token_id")
-        if value is not None:
-            found[name] = int(value.contents())
-    if "eos" not in found:
-        raise CannotStart(f"{gguf} names no end token (tokenizer.ggml.eos_token_id); it cannot be a target")
-    return found
-
-
-def gguf_control_tokens(gguf: Path) -> dict[int, str]:
-    """Ids and texts of the tokens that the file calls control tokens (type 3)."""
-    reader = _reader(gguf)
-    tokens, types = reader.get_field("tokenizer.ggml.tokens"), reader.get_field("tokenizer.ggml.token_type")
-    if tokens is None or types is None:
-        return {}
-    texts = tokens.contents()
-    return {i: texts[i] for i, kind in enumerate(types.contents()) if kind == 3}
-
-
-def mark_special_tokens(path: Path, control: dict[int, str]) -> None:
-    """Lists every control token in tokenizer.json as a special one, which the conversion forgets to do."""
-    tokenizer = json.loads(path.read_text())
-    added = {token["id"]: token for token in tokenizer["added_tokens"]}
-    for i, content in control.items():
-        plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-        added[i] = {"id": i, "content": content, "special": True, **plain}
-    tokenizer["added_tokens"] = [added[i] for i in sorted(added)]
-    path.write_text(json.dumps(tokenizer, ensure_ascii=False, indent=1) + "\n")
-
-
-def _reader(gguf: Path) -> Any:
-    from gguf import GGUFReader
-
-    return GGUFReader(gguf)

@@ -6,6 +6,7 @@ Entries carry MESSAGE for people and DFLASH_EVENT, DFLASH_RUN, DFLASH_STEP, … 
 
 import contextlib
 import functools
+import importlib
 import logging
 import os
 import sys
@@ -26,7 +27,7 @@ def configure(run_name: str) -> None:
     _run_name = run_name
     if not sys.stderr.isatty():
         os.environ |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
-    import transformers.utils.logging  # its import sets handlers; they are replaced below
+    importlib.import_module("transformers.utils.logging")  # sets handlers, which are replaced below
 
     for name in LIBRARIES:
         logger = logging.getLogger(name)

@@ -60,7 +60,8 @@ class Metrics:
             work()
         except OSError as error:
             if not self._failing:
-                log(f"metrics not written: {error}; training goes on", event="metrics-failed", priority=WARNING)
+                text = f"metrics not written: {error}; training goes on"
+                log(text, event="metrics-failed", priority=WARNING)
             self._failing = True
             return False
         return True

@@ -39,11 +39,12 @@ def _send(state: str) -> None:
     global _said
     if not os.environ.get("NOTIFY_SOCKET"):
         return
-    from cysystemd.daemon import sd_notify
+    from cysystemd.daemon import sd_notify  # type: ignore[attr-defined]
 
     try:
         sd_notify(state)
     except (ValueError, RuntimeError) as error:  # what cysystemd makes of libsystemd's answer
         if not _said:
-            log(f"the service manager cannot be told {state}: {error}", event="notify-failed", priority=WARNING)
+            text = f"the service manager cannot be told {state}: {error}"
+            log(text, event="notify-failed", priority=WARNING)
         _said = True

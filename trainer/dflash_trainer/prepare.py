@@ -1,88 +1,86 @@
 """`dflash-train prepare`: prompts or chats → the target's own completions → a dataset to train on.
 
 A drafter learns to predict its target, so it is trained on what the target itself writes. Completions are
-appended to OUTPUT/completions.jsonl batch by batch; a run that was stopped goes on from there.
+appended to OUTPUT/completions.jsonl batch by batch; when stopped, the same command goes on from there and ends
+with the same dataset, since the batches are a function of the prompts alone.
 """
 
 import argparse
+import contextlib
 import hashlib
 import json
 import os
-import shutil
+import signal
 import sys
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from tqdm import tqdm
 
 from dflash_trainer.errors import CannotStart
-from dflash_trainer.target import load_causal_lm
+from dflash_trainer.target import load_causal_lm, target_fingerprint
+from dflash_trainer.whole import whole_directory
 
 COMPLETIONS_FILE = "completions.jsonl"
 SETTINGS_FILE = "completions.settings.json"
-CARD_FILE = "card.json"
 DATASET_DIR = "dataset"
+CARD_FILE = "card.json"
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A chat that ends with the user's turn, and where it stands in its file."""
+    """A chat that ends with the user's turn, as it stands in its file and as the target reads it."""
 
-    index: int
+    index: int  # among the prompts of the file
     kind: str
-    messages: tuple[dict[str, str], ...]
+    ids: tuple[int, ...]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command line of `dflash-train prepare`."""
-    parser.add_argument("--target-model", type=Path, required=True, metavar="DIR", help="Hugging Face directory")
-    parser.add_argument(
-        "--prompts", type=Path, required=True, metavar="FILE", help='JSONL: {"prompt": …} or {"messages": […]}'
-    )
-    parser.add_argument(
-        "--output-dir", type=Path, required=True, metavar="DIR", help="gets completions and dataset/"
-    )
-    parser.add_argument(
-        "--max-new-tokens", type=int, default=512, metavar="N", help="longest completion (%(default)s)"
-    )
-    parser.add_argument("--batch-size", type=int, default=32, metavar="N", help="prompts at a time (%(default)s)")
-    parser.add_argument("--temperature", type=float, default=0.0, metavar="X", help="0: greedy (%(default)s)")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the sampling (%(default)s)")
-    parser.add_argument("--limit", type=int, metavar="N", help="only the first N prompts")
+    add = parser.add_argument
+    add("--target-model", type=Path, required=True, metavar="DIR", help="Hugging Face directory of the target")
+    add("--prompts", type=Path, required=True, metavar="FILE", help='JSONL: {"prompt": …} or {"messages": […]}')
+    add("--output-dir", type=Path, required=True, metavar="DIR", help="gets completions.jsonl and dataset/")
+    add("--max-new-tokens", type=int, default=1024, metavar="N", help="longest completion (%(default)s)")
+    add("--max-length", type=int, default=4096, metavar="N", help="longest row with its prompt (%(default)s)")
+    add("--batch-size", type=int, default=32, metavar="N", help="prompts at a time (%(default)s)")
+    add("--temperature", type=float, default=0.0, metavar="X", help="of the sampling; 0 is greedy (%(default)s)")
+    add("--limit", type=int, metavar="N", help="only the first N prompts")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Completes every prompt and writes the dataset. Raises CannotStart for bad input."""
-    for name in ("max_new_tokens", "batch_size"):
+    """Completes the prompts and writes the dataset. Raises CannotStart for bad input."""
+    for name in ("max_new_tokens", "max_length", "batch_size"):
         if getattr(args, name) < 1:
             raise CannotStart(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least 1")
-    prompts = read_prompts(args.prompts)[: args.limit]
+    if not args.temperature >= 0:
+        raise CannotStart(f"--temperature {args.temperature}: must be 0 or more")
+    tokenizer = load_tokenizer(args.target_model)
+    prompts = read_prompts(args.prompts, tokenizer, args.limit)
+    settings = describe(args, tokenizer, prompts)
     output: Path = args.output_dir
     output.mkdir(parents=True, exist_ok=True)
-    tokenizer = load_tokenizer(args.target_model)
-    settings = {
-        "target": _hash(args.target_model / "config.json"),
-        "tokenizer": _hash(args.target_model / "tokenizer.json"),
-        "prompts": hashlib.sha256(json.dumps([asdict(p) for p in prompts]).encode()).hexdigest(),
-        "max_new_tokens": args.max_new_tokens,
-        "temperature": args.temperature,
-        "seed": args.seed,
-    }
     claim(output, settings)
-    done = read_completions(output)
-    left = [prompt for prompt in prompts if prompt.index not in done]
-    if left:
-        complete(args, tokenizer, left, output)
-        done = read_completions(output)
-    write_dataset(output, tokenizer, prompts, done, settings)
+    with stoppable():
+        try:
+            completions = complete(args, prompts, output)
+        except KeyboardInterrupt:
+            print("stopped; the same command goes on from here", file=sys.stderr)
+            return 130
+        write_dataset(output, prompts, completions, settings)
     return 0
 
 
 def load_tokenizer(directory: Path) -> Any:
-    """The target's tokenizer. Raises CannotStart if it has no chat template."""
+    """The target's tokenizer. Raises CannotStart if it cannot be loaded or has no chat template."""
     from transformers import AutoTokenizer
 
     try:
@@ -91,128 +89,200 @@ def load_tokenizer(directory: Path) -> Any:
         detail = " ".join(str(error).split())[:300]
         raise CannotStart(f"target {directory}: its tokenizer cannot be loaded: {detail}") from error
     if not tokenizer.chat_template:
-        raise CannotStart(
-            f"target {directory}: its tokenizer has no chat template; use an instruction-tuned target"
-        )
+        raise CannotStart(f"target {directory}: its tokenizer has no chat template; use one tuned to instructions")
     return tokenizer
 
 
-def read_prompts(path: Path) -> list[Prompt]:
-    """Every line of a prompts file. Raises CannotStart naming the line that is none."""
-    prompts: list[Prompt] = []
+def read_prompts(path: Path, tokenizer: Any, limit: int | None = None) -> list[Prompt]:
+    """The first `limit` prompts of a file, tokenized. Raises CannotStart naming the line that is none."""
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise CannotStart(f"prompts {path} cannot be read: {error}") from error
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-            messages = row["messages"] if "messages" in row else [{"role": "user", "content": row["prompt"]}]
-            chat = tuple({"role": str(m["role"]), "content": m["content"]} for m in messages)
-        except (ValueError, KeyError, TypeError) as error:
-            raise CannotStart(
-                f'{path}:{number}: not {{"prompt": "…"}} or {{"messages": [{{"role", "content"}}, …]}} '
-                f"({type(error).__name__}: {error})"
-            ) from error
-        if not chat or chat[-1]["role"] != "user" or not all(isinstance(m["content"], str) for m in chat):
-            raise CannotStart(f"{path}:{number}: a chat must be text and end with the user's turn")
-        prompts.append(Prompt(len(prompts), str(row.get("kind", "")), chat))
-    if not prompts:
+    numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()][:limit]
+    if not numbered:
         raise CannotStart(f"prompts {path} holds no prompt")
+    prompts = []
+    for number, line in numbered:
+        try:
+            kind, chat = _parse(line)
+            text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+        except Exception as error:  # noqa: BLE001 - a chat template raises what it likes
+            raise CannotStart(
+                f'{path}:{number}: {" ".join(str(error).split())}; a line is {{"prompt": "…"}}, or {{"messages": '
+                f'[{{"role": "user", "content": "…"}}, …]}} ending with the user\'s turn'
+            ) from error
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        prompts.append(Prompt(len(prompts), kind, tuple(ids)))
     return prompts
 
 
-def prompt_ids(tokenizer: Any, prompt: Prompt) -> list[int]:
-    """The chat as the target sees it, up to where it begins to answer."""
-    text = tokenizer.apply_chat_template(list(prompt.messages), add_generation_prompt=True, tokenize=False)
-    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return ids
+def _parse(line: str) -> tuple[str, list[dict[str, str]]]:
+    """Kind and chat of a line. Raises ValueError."""
+    row = json.loads(line)
+    if not isinstance(row, dict) or ("prompt" in row) == ("messages" in row):
+        raise ValueError("neither or both of prompt and messages")
+    chat = row["messages"] if "messages" in row else [{"role": "user", "content": row["prompt"]}]
+    if not isinstance(chat, list) or not chat:
+        raise ValueError("messages is not a list of turns")
+    for turn in chat:
+        if not isinstance(turn, dict) or not all(isinstance(turn.get(key), str) for key in ("role", "content")):
+            raise ValueError("a turn whose role or content is not text")
+    if chat[-1]["role"] != "user" or not chat[-1]["content"].strip():
+        raise ValueError("the last turn is not the user's, or empty")
+    return str(row.get("kind", "")), [{"role": turn["role"], "content": turn["content"]} for turn in chat]
+
+
+def describe(args: argparse.Namespace, tokenizer: Any, prompts: Sequence[Prompt]) -> dict[str, Any]:
+    """Everything that the completions depend on; files and texts as their sha256."""
+    directory: Path = args.target_model
+    try:
+        return {
+            "target": target_fingerprint(directory),
+            "target_config": _sha256((directory / "config.json").read_bytes()),
+            "tokenizer": _sha256((directory / "tokenizer.json").read_bytes()),
+            "chat_template": _sha256(str(tokenizer.chat_template).encode()),
+            "prompts": _sha256(json.dumps([prompt.ids for prompt in prompts]).encode()),
+            "max_new_tokens": args.max_new_tokens,
+            "max_length": args.max_length,
+            "batch_size": args.batch_size,
+            "temperature": args.temperature,
+        }
+    except OSError as error:
+        raise CannotStart(f"target {directory}: {error}; give a Hugging Face model directory") from error
+
+
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
 
 
 def claim(output: Path, settings: dict[str, Any]) -> None:
     """Marks the output as made with these settings. Raises CannotStart if it was begun with others."""
     path = output / SETTINGS_FILE
-    if path.exists():
+    if not path.exists():
+        unsure = path.with_suffix(".tmp")
+        unsure.write_text(json.dumps(settings, indent=2) + "\n")
+        unsure.replace(path)
+        return
+    try:
         there = json.loads(path.read_text())
-        differing = [key for key in settings if there.get(key) != settings[key]]
-        if differing:
-            raise CannotStart(
-                f"{output} was begun with another {', '.join(differing)}; go on with the same, or choose another "
-                f"--output-dir"
-            )
-    else:
-        path.write_text(json.dumps(settings, indent=2) + "\n")
+        differing = [
+            f"another {key}" if isinstance(value, str) else f"{key} {there[key]}, now {value}"
+            for key, value in settings.items()
+            if there[key] != value
+        ]
+    except (ValueError, KeyError, TypeError) as error:
+        raise CannotStart(f"{path} is damaged ({error!r}); choose another --output-dir") from error
+    if differing:
+        raise CannotStart(
+            f"output {output} was begun with {'; '.join(differing)}; restore that, or choose another --output-dir"
+        )
 
 
-def read_completions(output: Path) -> dict[int, list[int]]:
-    """Prompt index → tokens of its completion, of those done so far; a line torn by a crash does not count."""
-    path = output / COMPLETIONS_FILE
-    done = {}
-    if path.exists():
-        for line in path.read_text().splitlines():
-            try:
-                row = json.loads(line)
-            except ValueError:
-                continue
-            done[int(row["prompt"])] = [int(i) for i in row["completion"]]
-    return done
+@contextlib.contextmanager
+def stoppable() -> Iterator[None]:
+    """Lets SIGTERM end the work as Ctrl-C does, by KeyboardInterrupt."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
-def complete(args: argparse.Namespace, tokenizer: Any, prompts: list[Prompt], output: Path) -> None:
-    """Lets the target answer the prompts, those of similar length together, and appends what it wrote."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = load_causal_lm(args.target_model, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
-    tokenized = sorted(((prompt_ids(tokenizer, p), p) for p in prompts), key=lambda pair: len(pair[0]))
-    with (
-        (output / COMPLETIONS_FILE).open("a+") as file,
-        tqdm(total=len(prompts), unit="prompt", disable=not sys.stderr.isatty()) as bar,
-    ):
-        _end_torn_line(file)
-        for start in range(0, len(tokenized), args.batch_size):
-            batch = tokenized[start : start + args.batch_size]
-            seed = hash((args.seed, *(p.index for _, p in batch)))
-            answers = generate(model, [ids for ids, _ in batch], args.max_new_tokens, args.temperature, seed)
-            for (_, prompt), answer in zip(batch, answers, strict=True):
-                file.write(json.dumps({"prompt": prompt.index, "completion": answer}) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-            bar.update(len(batch))
+def complete(args: argparse.Namespace, prompts: Sequence[Prompt], output: Path) -> dict[int, NDArray[np.int32]]:
+    """Prompt index → the target's completion, of every prompt that leaves room for one."""
+    fitting = [prompt for prompt in prompts if len(prompt.ids) < args.max_length]
+    if len(fitting) < len(prompts):
+        print(
+            f"{len(prompts) - len(fitting)} prompts skipped: {args.max_length} tokens or longer, which leaves no "
+            f"room for a completion; raise --max-length to use them",
+            file=sys.stderr,
+        )
+    ordered = sorted(fitting, key=lambda prompt: len(prompt.ids))  # little padding
+    batches = [ordered[i : i + args.batch_size] for i in range(0, len(ordered), args.batch_size)]
+    with (output / COMPLETIONS_FILE).open("a+b") as file:
+        completions = read_completions(file, output / COMPLETIONS_FILE)
+        left = [batch for batch in batches if any(prompt.index not in completions for prompt in batch)]
+        if left:
+            device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+            dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+            model = load_causal_lm(args.target_model, device, dtype)
+            for batch in _with_progress(left, sum(map(len, batches)), completions):
+                room = [min(args.max_new_tokens, args.max_length - len(prompt.ids)) for prompt in batch]
+                torch.manual_seed(batch[0].index)  # only sampling asks for it
+                answers = generate(model, [prompt.ids for prompt in batch], max(room), args.temperature)
+                for prompt, answer, most in zip(batch, answers, room, strict=True):
+                    completions[prompt.index] = np.array(answer[:most], np.int32)
+                    row = {"prompt": prompt.index, "completion": answer[:most]}
+                    file.write(json.dumps(row).encode() + b"\n")
+                file.flush()
+                os.fsync(file.fileno())
+    return completions
+
+
+def read_completions(file: BinaryIO, path: Path) -> dict[int, NDArray[np.int32]]:
+    """What is in the file so far; cuts off a last line torn by a crash. Raises CannotStart for a damaged one."""
+    file.seek(0)
+    content = file.read()
+    whole = content[: content.rfind(b"\n") + 1]
+    file.truncate(len(whole))
+    completions = {}
+    for number, line in enumerate(whole.splitlines(), start=1):
+        try:
+            row = json.loads(line)
+            completions[int(row["prompt"])] = np.array(row["completion"], np.int32)
+        except (ValueError, KeyError, TypeError) as error:
+            raise CannotStart(f"{path}:{number} is damaged ({error}); remove the line, and go on") from error
+    return completions
+
+
+def _with_progress(
+    left: Sequence[Sequence[Prompt]], total: int, completions: dict[int, NDArray[np.int32]]
+) -> Iterator[Sequence[Prompt]]:
+    """The batches that are left; a bar on a terminal, else a line after each."""
+    began = time.monotonic()
+    before = sum(map(len, completions.values()))
+    with tqdm(total=total, initial=len(completions), unit="prompt", disable=not sys.stderr.isatty()) as bar:
+        for batch in left:
+            yield batch
+            tokens = sum(map(len, completions.values())) - before
+            rate = f"{tokens / (time.monotonic() - began):.0f} tokens/s"
+            bar.update(len(completions) - bar.n)
+            bar.set_postfix_str(rate)
             if bar.disable:
-                print(f"{start + len(batch)} of {len(prompts)} prompts", file=sys.stderr, flush=True)
+                print(f"{len(completions)} of {total} prompts, {rate}", file=sys.stderr, flush=True)
 
 
 @torch.no_grad()
 def generate(
-    model: Any, prompts: list[list[int]], max_new_tokens: int, temperature: float, seed: int
+    model: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int, temperature: float
 ) -> list[list[int]]:
-    """The model's continuation of each prompt, with the token that ended it."""
+    """The model's continuation of each prompt, with the token that ended it.
+
+    Its own distribution, or greedy at temperature 0: no penalty or filter that its generation_config asks for,
+    since speculative decoding verifies against the model's plain choice.
+    """
+    from transformers import GenerationConfig
+
     stops = stop_ids(model)
     longest = max(map(len, prompts))
     pad = min(stops)
-    ids = torch.tensor([[pad] * (longest - len(p)) + p for p in prompts], device=model.device)
-    seen = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=model.device)
-    torch.manual_seed(seed % 2**63)
-    sampling = (
-        {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
-        if temperature
-        else {"do_sample": False}
+    rows = [[pad] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
+    seen = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+    model.generation_config = GenerationConfig(
+        eos_token_id=sorted(stops),
+        pad_token_id=pad,
+        max_new_tokens=max_new_tokens,
+        **({"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}),
     )
     out = model.generate(
-        input_ids=ids,
-        attention_mask=seen,
-        max_new_tokens=max_new_tokens,
-        pad_token_id=pad,
-        eos_token_id=sorted(stops),
-        repetition_penalty=1.0,
-        **sampling,
+        input_ids=torch.tensor(rows, device=model.device), attention_mask=torch.tensor(seen, device=model.device)
     )
     return [list(_until_stop(row, stops)) for row in out[:, longest:].tolist()]
 
 
 def stop_ids(model: Any) -> set[int]:
-    """The tokens that end a turn, by the model's generation configuration."""
+    """The tokens that end a turn, by the model's generation configuration. Raises CannotStart."""
     for config in (model.generation_config, model.config.get_text_config()):
         ids = config.eos_token_id
         if ids is not None:
@@ -220,61 +290,56 @@ def stop_ids(model: Any) -> set[int]:
     raise CannotStart("the target names no end token: set eos_token_id in its generation_config.json")
 
 
-def _until_stop(row: list[int], stops: set[int]) -> Iterator[int]:
+def _until_stop(row: Sequence[int], stops: set[int]) -> Iterator[int]:
     for token in row:
         yield token
         if token in stops:
             return
 
 
-def _end_torn_line(file: Any) -> None:
-    position = file.tell()
-    if position:
-        file.seek(position - 1)
-        if file.read(1) != "\n":
-            file.write("\n")
-
-
 def write_dataset(
-    output: Path, tokenizer: Any, prompts: list[Prompt], done: dict[int, list[int]], settings: dict[str, Any]
+    output: Path,
+    prompts: Sequence[Prompt],
+    completions: dict[int, NDArray[np.int32]],
+    settings: dict[str, Any],
 ) -> None:
-    """OUTPUT/dataset as datasets.save_to_disk makes it, with a card; appears whole or not at all."""
-    from datasets import Dataset, Features, Sequence, Value, disable_progress_bars
+    """OUTPUT/dataset as datasets.save_to_disk makes it, and a card; appears whole or not at all."""
+    from datasets import Dataset, Features, List, Value, disable_progress_bars
 
     disable_progress_bars()
-    rows = [(prompt_ids(tokenizer, p), done[p.index]) for p in prompts]
-    lengths = sorted(len(before) + len(answer) for before, answer in rows)
-    supervised = sum(len(answer) for _, answer in rows)
+    chosen = [prompt for prompt in prompts if prompt.index in completions]
+    answers = [completions[prompt.index] for prompt in chosen]
+    dataset = Dataset.from_dict(
+        {
+            "input_ids": [
+                np.concatenate((np.array(prompt.ids, np.int32), answer))
+                for prompt, answer in zip(chosen, answers, strict=True)
+            ],
+            "loss_mask": [
+                np.repeat(np.array([0, 1], np.int8), (len(prompt.ids), len(answer)))
+                for prompt, answer in zip(chosen, answers, strict=True)
+            ],
+        },
+        features=Features({"input_ids": List(Value("int32")), "loss_mask": List(Value("int8"))}),
+    )
+    lengths = [len(prompt.ids) + len(answer) for prompt, answer in zip(chosen, answers, strict=True)]
+    supervised = sum(map(len, answers))
     card = {
-        "rows": len(rows),
+        "rows": len(chosen),
         "tokens": sum(lengths),
         "supervised_tokens": supervised,
         "supervised_share": round(supervised / sum(lengths), 4),
-        "kinds": {kind: sum(p.kind == kind for p in prompts) for kind in sorted({p.kind for p in prompts})},
-        "length": {q: lengths[min(len(lengths) - 1, len(lengths) * q // 100)] for q in (0, 25, 50, 75, 95, 100)},
+        "kinds": dict(sorted(Counter(prompt.kind for prompt in chosen).items())),
+        "lengths": length_histogram(lengths),
         "settings": settings,
     }
-    dataset = Dataset.from_dict(
-        {
-            "input_ids": [before + answer for before, answer in rows],
-            "loss_mask": [[0] * len(before) + [1] * len(answer) for before, answer in rows],
-        },
-        features=Features({"input_ids": Sequence(Value("int32")), "loss_mask": Sequence(Value("int8"))}),
-    )
-    final, unfinished = output / DATASET_DIR, output / f".{DATASET_DIR}.writing"
-    shutil.rmtree(unfinished, ignore_errors=True)
-    dataset.save_to_disk(unfinished)
-    (unfinished / CARD_FILE).write_text(json.dumps(card, indent=2) + "\n")
-    if final.exists():
-        shutil.rmtree(final)
-    unfinished.rename(final)
-    print(f"{final}: {card['rows']} rows, {card['tokens']} tokens, {supervised} of them supervised")
+    with whole_directory(output / DATASET_DIR) as unfinished:
+        dataset.save_to_disk(unfinished)
+        (unfinished / CARD_FILE).write_text(json.dumps(card, indent=2) + "\n")
+    print(f"{output / DATASET_DIR}: {len(chosen)} rows, {sum(lengths)} tokens, {supervised} of them supervised")
 
 
-def _hash(path: Path) -> str:
-    try:
-        return hashlib.sha256(path.read_bytes()).hexdigest()
-    except OSError as error:
-        raise CannotStart(
-            f"{path} cannot be read: {error.strerror}; give the target's Hugging Face directory"
-        ) from error
+def length_histogram(lengths: Sequence[int]) -> dict[str, int]:
+    """Rows by length in tokens, in ranges that double: "64-127" → rows."""
+    counts = Counter(length.bit_length() - 1 for length in lengths)
+    return {f"{1 << power}-{(2 << power) - 1}": counts[power] for power in sorted(counts)}

@@ -2,18 +2,24 @@
 
 import hashlib
 import json
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from dflash_agent import outputs
 from numpy.typing import NDArray
 
 from dflash_trainer.errors import CannotStart
 
 COLUMNS = ("input_ids", "loss_mask")
 REMEDY = "make the dataset with `dflash-train prepare`"
+SHORT = "too short, fewer than 2 tokens"
+UNSUPERVISED = "no two supervised tokens in a row"
+_END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"  # how an Arrow stream ends, by its format
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,15 +28,15 @@ class TokenStore:
 
     tokens: NDArray[np.int32]
     loss_mask: NDArray[np.uint8]
-    offsets: NDArray[np.int64]
-    fingerprint: str
+    offsets: NDArray[np.int64]  # [rows + 1]
+    fingerprint: str  # sha256 of the three arrays
     skipped: dict[str, int]  # reason → rows left out
     cut: int  # rows that were longer than max_length
 
     def summary(self) -> str:
         """One line for people."""
         total = len(self.tokens)
-        supervised = int(self.loss_mask.sum())
+        supervised = int(self.loss_mask.sum(dtype=np.int64))
         text = (
             f"{len(self.offsets) - 1} rows, {total} tokens, {supervised} of them supervised "
             f"({100 * supervised / total:.0f} %)"
@@ -45,115 +51,144 @@ class TokenStore:
 def load_store(directory: Path, max_length: int, vocab_size: int) -> TokenStore:
     """Reads a directory made by datasets.save_to_disk. Raises CannotStart for data that cannot be trained on.
 
-    Rows that are too short or have no two supervised tokens in a row are skipped and counted.
+    Rows that are too short or have no two supervised tokens in a row are skipped and counted; longer ones than
+    max_length tokens are cut.
     """
-    table = _read_table(directory)
-    tokens, offsets = _flatten(table, "input_ids", directory)
-    mask, mask_offsets = _flatten(table, "loss_mask", directory)
-    lengths = np.diff(offsets)
-    differing = np.flatnonzero(lengths != np.diff(mask_offsets))
-    if len(differing):
-        row = int(differing[0])
+    tokens, masks, lengths = [np.empty(0, np.int32)], [np.empty(0, np.uint8)], [np.zeros(1, np.int64)]
+    skipped: Counter[str] = Counter()
+    row = cut = 0
+    for path in _data_files(directory):
+        for batch in _record_batches(path):
+            ids, sizes = _lists(batch, "input_ids", path, row)
+            mask, mask_sizes = _lists(batch, "loss_mask", path, row)
+            _check(ids, sizes, mask_sizes, vocab_size, path, row)
+            supervised = mask != 0
+            used = np.minimum(sizes, max_length)
+            short = sizes < 2
+            pairs = _supervised_pairs(supervised, sizes, used)
+            keep = ~short & (pairs > 0)
+            within = np.arange(len(ids)) - np.repeat(np.cumsum(sizes) - sizes, sizes) < max_length
+            chosen = np.repeat(keep, sizes) & within
+            tokens.append(ids[chosen].astype(np.int32))
+            masks.append(supervised[chosen].astype(np.uint8))
+            lengths.append(used[keep])
+            cut += int((keep & (sizes > max_length)).sum())
+            skipped += Counter({SHORT: int(short.sum()), UNSUPERVISED: int((~short & (pairs == 0)).sum())})
+            row += len(sizes)
+    offsets = np.cumsum(np.concatenate(lengths))
+    if len(offsets) == 1:
+        reasons = "; ".join(f"{count} rows {reason}" for reason, count in skipped.items()) or "it has no rows"
+        raise CannotStart(f"data {directory} has no supervised text to train on: {reasons}; {REMEDY}")
+    arrays = np.concatenate(tokens), np.concatenate(masks), offsets
+    return TokenStore(*arrays, _fingerprint(*arrays), dict(skipped), cut)
+
+
+def _supervised_pairs(
+    supervised: NDArray[np.bool_], sizes: NDArray[np.int64], used: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """In the first used[i] tokens of each row: how many are supervised and so is the one that follows."""
+    before = np.zeros(len(supervised) + 1, np.int64)  # pairs that begin before each token, also across rows
+    np.cumsum(supervised[:-1] & supervised[1:], out=before[1:-1])
+    starts = np.cumsum(sizes) - sizes
+    pairs: NDArray[np.int64] = before[starts + np.maximum(used - 1, 0)] - before[starts]
+    return pairs
+
+
+def _check(
+    ids: NDArray[Any],
+    sizes: NDArray[np.int64],
+    mask_sizes: NDArray[np.int64],
+    vocab_size: int,
+    path: Path,
+    first_row: int,
+) -> None:
+    """Raises CannotStart at the first row whose columns differ in length or that has an impossible token."""
+    for i in np.flatnonzero(sizes != mask_sizes)[:1]:
         raise CannotStart(
-            f"data {directory}: row {row} has {lengths[row]} input_ids and {np.diff(mask_offsets)[row]} loss_mask "
-            f"entries; they must be as many; {REMEDY}"
+            f"data {path}: row {first_row + i} has {sizes[i]} input_ids but {mask_sizes[i]} loss_mask entries; "
+            f"there must be one for each token; {REMEDY}"
         )
-    outside = np.flatnonzero((tokens < 0) | (tokens >= vocab_size))
-    if len(outside):
-        at = int(outside[0])
-        row = int(np.searchsorted(offsets, at, side="right")) - 1
+    for at in np.flatnonzero((ids < 0) | (ids >= vocab_size))[:1]:
+        ends = np.cumsum(sizes)
+        i = np.searchsorted(ends, at, side="right")
         raise CannotStart(
-            f"data {directory}: row {row} has token {tokens[at]} at position {at - int(offsets[row])}, but the "
-            f"target's vocabulary has {vocab_size}; tokenize the data with the target's own tokenizer"
+            f"data {path}: row {first_row + i} has token {ids[at]} at position {at - ends[i] + sizes[i]}, but the "
+            f"target's vocabulary is {vocab_size} (0 to {vocab_size - 1}); tokenize with the target's tokenizer"
         )
-    return _select(tokens.astype(np.int32), (mask != 0).astype(np.uint8), offsets, max_length, directory)
 
 
-def _select(
-    tokens: NDArray[np.int32],
-    mask: NDArray[np.uint8],
-    offsets: NDArray[np.int64],
-    max_length: int,
-    directory: Path,
-) -> TokenStore:
-    """The rows that can be trained on, cut to max_length."""
-    lengths = np.diff(offsets)
-    used = np.minimum(lengths, max_length)
-    pairs = np.zeros(len(tokens) + 1, np.int64)  # pairs[i]: supervised pairs that begin before token i
-    np.cumsum(mask[:-1] & mask[1:], out=pairs[1:-1]) if len(tokens) > 1 else None
-    pairs[-1] = pairs[-2] if len(pairs) > 1 else 0
-    ends = np.maximum(offsets[:-1] + used - 1, offsets[:-1])
-    trainable = pairs[ends] - pairs[offsets[:-1]] > 0
-    short = lengths < 2
-    skipped = {
-        "too short, fewer than 2 tokens": int(short.sum()),
-        "no two supervised tokens in a row": int((~short & ~trainable).sum()),
-    }
-    skipped = {reason: count for reason, count in skipped.items() if count}
-    keep = np.flatnonzero(~short & trainable)
-    if not len(keep):
-        reasons = "; ".join(f"{count} rows: {reason}" for reason, count in skipped.items()) or "it has no rows"
-        raise CannotStart(f"data {directory} has nothing to train on, no supervised text: {reasons}; {REMEDY}")
-    new_offsets = np.zeros(len(keep) + 1, np.int64)
-    np.cumsum(used[keep], out=new_offsets[1:])
-    # index of every kept token in the old arrays: its row's old start plus its place in the row
-    place = np.arange(new_offsets[-1]) - np.repeat(new_offsets[:-1], used[keep])
-    index = np.repeat(offsets[:-1][keep], used[keep]) + place
-    kept_tokens, kept_mask = tokens[index], mask[index]
-    digest = hashlib.sha256()
-    for array in (new_offsets, kept_tokens, kept_mask):
-        digest.update(np.ascontiguousarray(array).data)
-    cut = int((lengths[keep] > max_length).sum())
-    return TokenStore(kept_tokens, kept_mask, new_offsets, digest.hexdigest(), skipped, cut)
-
-
-def _read_table(directory: Path) -> "pa.Table":
-    state = directory / "state.json"
+def _data_files(directory: Path) -> list[Path]:
+    """The Arrow files of a dataset directory, in order."""
+    splits = directory / "dataset_dict.json"
+    if splits.exists():
+        names = sorted(path.parent.name for path in directory.glob("*/state.json"))
+        raise CannotStart(
+            f"data {directory} holds several datasets ({', '.join(names)}); give the directory of one of them"
+        )
     try:
-        names = [entry["filename"] for entry in json.loads(state.read_text())["_data_files"]]
+        state = json.loads((directory / "state.json").read_text())
+        return [directory / entry["filename"] for entry in state["_data_files"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
+        _raise_if_passing(error)
         raise CannotStart(
             f"data {directory} is not a dataset directory: state.json cannot be read "
             f"({type(error).__name__}: {error}); give one made by datasets.save_to_disk, or {REMEDY}"
         ) from error
-    tables = []
-    for name in names:
-        try:
-            with pa.memory_map(str(directory / name)) as source:
-                tables.append(_only_columns(pa.ipc.open_stream(source).read_all(), directory / name))
-        except (OSError, pa.ArrowInvalid) as error:
-            detail = " ".join(str(error).split())
-            raise CannotStart(f"data {directory}: {name} cannot be read: {detail}; copy it again, or {REMEDY}") from error
-    if not tables:
-        raise CannotStart(f"data {directory}: state.json names no data file; {REMEDY}")
-    return pa.concat_tables(tables)
 
 
-def _only_columns(table: "pa.Table", path: Path) -> "pa.Table":
-    missing = [column for column in COLUMNS if column not in table.column_names]
-    if missing:
+def _record_batches(path: Path) -> Iterator[Any]:
+    """The record batches of an Arrow stream file. Raises CannotStart if it is not a whole one."""
+    try:
+        with path.open("rb") as file:
+            file.seek(-min(len(_END_OF_STREAM), path.stat().st_size), 2)
+            if file.read() != _END_OF_STREAM:
+                raise CannotStart(
+                    f"data {path} is cut short: {path.stat().st_size} bytes without an end mark; copy it again, or "
+                    f"{REMEDY}"
+                )
+        with pa.memory_map(str(path)) as source, pa.ipc.open_stream(source) as reader:
+            missing = [column for column in COLUMNS if column not in reader.schema.names]
+            if missing:
+                raise CannotStart(
+                    f"data {path} has no column {' and '.join(missing)}, only {', '.join(reader.schema.names)}; "
+                    f"{REMEDY}"
+                )
+            yield from reader
+    except (OSError, pa.ArrowException) as error:
+        _raise_if_passing(error)
+        detail = " ".join(str(error).split())
+        raise CannotStart(f"data {path} cannot be read: {detail}; copy it again, or {REMEDY}") from error
+
+
+def _raise_if_passing(error: Exception) -> None:
+    """Raises an error of the file system that may be gone at the next attempt."""
+    if isinstance(error, OSError) and error.errno in outputs.PASSING_ERRNOS:
+        raise error
+
+
+def _lists(batch: Any, column: str, path: Path, first_row: int) -> tuple[NDArray[Any], NDArray[np.int64]]:
+    """The values of a list column one after another, and the length of each row's."""
+    array = batch.column(column)
+    kind = array.type
+    sized = pa.types.is_fixed_size_list(kind)
+    if not (sized or pa.types.is_list(kind) or pa.types.is_large_list(kind)) or not (
+        pa.types.is_integer(kind.value_type) or pa.types.is_boolean(kind.value_type)
+    ):
+        raise CannotStart(f"data {path}: column {column} holds {kind}, not lists of integers; {REMEDY}")
+    values = array.flatten()
+    if array.null_count or values.null_count:
         raise CannotStart(
-            f"data {path}: no column {' and '.join(missing)}, only {', '.join(table.column_names)}; {REMEDY}"
+            f"data {path}: column {column} has a null in rows {first_row} to {first_row + len(array) - 1}; "
+            f"remove it, or {REMEDY}"
         )
-    return table.select(COLUMNS)
+    if pa.types.is_boolean(kind.value_type):
+        values = values.cast(pa.uint8())
+    sizes = np.full(len(array), kind.list_size) if sized else np.diff(np.asarray(array.offsets))
+    return np.asarray(values), sizes.astype(np.int64)
 
 
-def _flatten(table: "pa.Table", column: str, directory: Path) -> tuple[NDArray[Any], NDArray[np.int64]]:
-    """Values of a list column one after another, and where each row begins (one entry more than rows)."""
-    values, lengths = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
-    for chunk in table.column(column).chunks:
-        is_list = pa.types.is_list(chunk.type) or pa.types.is_large_list(chunk.type)
-        if pa.types.is_fixed_size_list(chunk.type):
-            chunk, is_list = chunk.cast(pa.list_(chunk.type.value_type)), True
-        kind = chunk.type.value_type if is_list else chunk.type
-        if not is_list or not (pa.types.is_integer(kind) or pa.types.is_boolean(kind)) or chunk.null_count:
-            raise CannotStart(f"data {directory}: column {column} is {chunk.type}, not lists of integers; {REMEDY}")
-        flat = chunk.flatten()
-        if flat.null_count:
-            raise CannotStart(f"data {directory}: column {column} has empty values inside its lists; {REMEDY}")
-        values.append(np.asarray(flat.cast(pa.int8()) if pa.types.is_boolean(kind) else flat))
-        lengths.append(np.diff(np.asarray(chunk.offsets)).astype(np.int64))
-    joined = np.concatenate(lengths)
-    offsets = np.zeros(len(joined) + 1, np.int64)
-    np.cumsum(joined, out=offsets[1:])
-    return np.concatenate(values[1:] or values), offsets
+def _fingerprint(tokens: NDArray[np.int32], mask: NDArray[np.uint8], offsets: NDArray[np.int64]) -> str:
+    digest = hashlib.sha256()
+    for array in (offsets, tokens, mask):
+        digest.update(array.data)
+    return digest.hexdigest()

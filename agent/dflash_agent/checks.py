@@ -1,0 +1,258 @@
+"""The checks before a start: quick ones, of files and space, by the user who trains. Nothing is started or written.
+
+`dflashctl verify` prints them all; the launcher refuses to start on the first kind that says so. What needs the
+trainer's libraries (the data's content, the vocabulary) is checked by `dflash-train check`.
+"""
+
+import json
+import os
+import shutil
+import struct
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from dflash_agent import runtime
+from dflash_agent.findings import Finding
+from dflash_agent.runfile import ConfigError, RunFile, load
+
+PRIVATE_DIRS = (Path("/tmp"), Path("/var/tmp"))
+MASTER_BYTES = 12  # a parameter of a checkpoint's state: float32 master and AdamW's two moments
+EXPORT_BYTES = 4  # and of its export, at most
+
+
+def check_run(run: RunFile) -> Iterator[Finding]:
+    """Every quick check of a run, as the user that this process runs as."""
+    yield from check_private(run)
+    if run.train.dp_pairs != 1:
+        yield Finding(
+            "config", "refuse", f"dp_pairs = {run.train.dp_pairs}: this version trains one pair", "set it to 1"
+        )
+    yield from check_target(Path(run.target.model))
+    yield from check_data(Path(run.data.dir))
+    output = list(check_output(Path(run.output.dir)))
+    yield from output
+    if all(finding.severity == "ok" for finding in output):
+        yield from check_space(run)
+    yield check_runtime()
+
+
+def check_private(run: RunFile) -> Iterator[Finding]:
+    """Paths that the unit would not see: it has /tmp and /var/tmp to itself (PrivateTmp=, systemd.exec(5))."""
+    for key, value in (("model", run.target.model), ("data dir", run.data.dir), ("output dir", run.output.dir)):
+        for private in PRIVATE_DIRS:
+            if Path(value).is_relative_to(private):
+                yield Finding(
+                    "config",
+                    "refuse",
+                    f"{key} {value} lies below {private}, which the unit has to itself",
+                    "use another directory",
+                )
+
+
+def check_target(directory: Path) -> Iterator[Finding]:
+    """A Hugging Face directory whose weight files are all there and as long as they say."""
+    try:
+        config = json.loads((directory / "config.json").read_text())
+        sizes = config.get("text_config", config)
+        missing = [k for k in ("hidden_size", "num_hidden_layers", "vocab_size") if k not in sizes]
+    except FileNotFoundError:
+        yield Finding(
+            "target-missing", "refuse", f"target {directory} has no config.json", "give a Hugging Face directory"
+        )
+        return
+    except (OSError, ValueError, AttributeError) as error:
+        yield Finding(
+            "target-missing",
+            "refuse",
+            f"target {directory}: config.json cannot be read: {_reason(error)}",
+            "make it readable for user dflash, or copy it again",
+        )
+        return
+    if missing:
+        yield Finding("target-incomplete", "refuse", f"target {directory}: config.json lacks {', '.join(missing)}")
+        return
+    try:
+        shards = _shards(directory)
+        damaged = [problem for name in shards if (problem := _shard_problem(directory / name))]
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        yield Finding("target-incomplete", "refuse", f"target {directory}: {_reason(error)}", "copy it again")
+        return
+    for problem in damaged:
+        yield Finding("target-incomplete", "refuse", f"target {directory}: {problem}", "copy it again")
+    if not (directory / "tokenizer.json").exists():
+        yield Finding(
+            "target-incomplete",
+            "warn",
+            f"target {directory} has no tokenizer.json",
+            "evaluation needs it, and so does choosing a mask token",
+        )
+    if not damaged:
+        size = sum((directory / name).stat().st_size for name in shards)
+        yield Finding(
+            "target", "ok", f"target {directory}: {config.get('model_type')}, {_size(size)} in {len(shards)} files"
+        )
+
+
+def _shards(directory: Path) -> list[str]:
+    index = directory / "model.safetensors.index.json"
+    if index.exists():
+        return sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    return ["model.safetensors"]
+
+
+def _shard_problem(path: Path) -> str | None:
+    """Why a safetensors file is not whole: its header says how long it must be."""
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            if length > size:
+                return f"{path.name} is truncated or no safetensors file ({size} bytes)"
+            header = json.loads(file.read(length))
+        needed = (
+            8 + length + max((t["data_offsets"][1] for n, t in header.items() if n != "__metadata__"), default=0)
+        )
+    except FileNotFoundError:
+        return f"weight file {path.name} is missing"
+    except (struct.error, ValueError, KeyError, TypeError):
+        return f"{path.name} is truncated or no safetensors file"
+    except OSError as error:
+        return f"{path.name} cannot be read: {error.strerror}"
+    return None if size == needed else f"{path.name} has {size} bytes instead of {needed}"
+
+
+def check_data(directory: Path) -> Iterator[Finding]:
+    """A dataset directory as datasets.save_to_disk makes it, with every file that it names."""
+    try:
+        names = [entry["filename"] for entry in json.loads((directory / "state.json").read_text())["_data_files"]]
+        sizes = []
+        for name in names:
+            with (directory / name).open("rb") as file:  # readable, not only there
+                sizes.append(os.fstat(file.fileno()).st_size)
+    except FileNotFoundError as error:
+        yield Finding(
+            "data-missing",
+            "refuse",
+            f"data {directory}: {error.filename} does not exist",
+            "give a dataset directory, as `dflash-train prepare` makes it",
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        yield Finding(
+            "data-unreadable",
+            "refuse",
+            f"data {directory} cannot be read: {_reason(error)}",
+            "make it readable for user dflash, or copy it again",
+        )
+    else:
+        yield Finding("data", "ok", f"data {directory}: {_size(sum(sizes))} in {len(sizes)} files")
+
+
+def check_output(directory: Path) -> Iterator[Finding]:
+    """A directory that can be written, or made."""
+    existing = directory
+    while not existing.exists() and existing != existing.parent:
+        existing = existing.parent
+    if not existing.is_dir():
+        yield Finding("output-unwritable", "refuse", f"output {directory}: {existing} is not a directory")
+    elif not os.access(existing, os.W_OK | os.X_OK):
+        yield Finding(
+            "output-unwritable",
+            "refuse",
+            f"output {directory}: user {_user()} may not write to {existing}",
+            f"sudo install -d -o dflash -g dflash {directory}",
+        )
+    else:
+        yield Finding("output", "ok", f"output {directory}: can be written")
+
+
+def check_space(run: RunFile) -> Iterator[Finding]:
+    """Room for the checkpoints that are kept and the one being written."""
+    one = checkpoint_bytes(run)
+    if one is None:
+        return
+    directory = Path(run.output.dir)
+    existing = next(path for path in (directory, *directory.parents) if path.exists())
+    free = shutil.disk_usage(existing).free
+    wanted = one * (run.output.keep_last + 1)
+    text = f"{_size(free)} free at {existing}; a checkpoint takes about {_size(one)}"
+    if free < 2 * one:
+        yield Finding("disk-space", "refuse", text, "free space, or choose another output directory")
+    elif free < wanted:
+        keep = run.output.keep_last
+        yield Finding("disk-space", "warn", f"{text}, {keep} are kept", "lower keep_last, or free space")
+    else:
+        yield Finding("disk-space", "ok", text)
+
+
+def checkpoint_bytes(run: RunFile) -> int | None:
+    """About what one checkpoint takes, from the target's sizes; None if those cannot be read."""
+    try:
+        config = json.loads((Path(run.target.model) / "config.json").read_text())
+        sizes: dict[str, Any] = config.get("text_config", config)
+        hidden = int(sizes["hidden_size"])
+        heads = run.drafter.heads or int(sizes["num_attention_heads"])
+        kv_heads = run.drafter.kv_heads or int(sizes.get("num_key_value_heads") or heads)
+        dim = run.drafter.head_dim or int(sizes.get("head_dim") or hidden // int(sizes["num_attention_heads"]))
+        inner = run.drafter.intermediate or int(sizes["intermediate_size"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    layers = run.drafter.layers
+    taps = len(run.drafter.target_layer_ids) or layers
+    parameters = taps * hidden * hidden + layers * hidden * (2 * dim * (heads + kv_heads) + 3 * inner)
+    return parameters * (MASTER_BYTES + EXPORT_BYTES)
+
+
+def check_runtime() -> Finding:
+    """The trainer's own Python and libraries."""
+    current = runtime.current()
+    if current is None:
+        return Finding(
+            "runtime-missing", "refuse", "the trainer's runtime is not installed", "sudo dflashctl runtime install"
+        )
+    return Finding("runtime", "ok", f"runtime {current.name}")
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}"
+    return f"{type(error).__name__}: {error}"
+
+
+def _user() -> str:
+    import pwd
+
+    try:
+        return pwd.getpwuid(os.geteuid()).pw_name
+    except KeyError:
+        return str(os.geteuid())
+
+
+def _size(count: float) -> str:
+    """Bytes for people.
+
+    >>> _size(17_000_000_000), _size(512)
+    ('15.8 GiB', '512 B')
+    """
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.1f} {unit}" if unit != "B" else f"{count:.0f} B"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+def main(arguments: list[str]) -> int:
+    """`python3 -m dflash_agent.checks FILE`: a JSON line for each finding, for a caller of another user."""
+    try:
+        findings = list(check_run(load(Path(arguments[0]))))
+    except ConfigError as error:
+        findings = [Finding("config", "refuse", str(error))]
+    for finding in findings:
+        print(json.dumps(asdict(finding)), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,241 @@
+"""The command dflashctl: makes and checks runs, shows them, and keeps the trainer's runtime."""
+
+import argparse
+import json
+import os
+import pwd
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from dflash_agent import __version__, manager, outputs, runfile, runtime, status
+from dflash_agent.checks import check_run
+from dflash_agent.findings import Finding
+from dflash_agent.runfile import ConfigError
+
+USER = "dflash"
+EXIT_FAILED = 1
+EXIT_REFUSED = 78
+CHECK_DEADLINE = 600  # seconds for reading the whole data set
+
+
+class Refused(Exception):
+    """A command that cannot be done; str() is one line."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the command line and returns its exit code."""
+    args = build_parser().parse_args(arguments)
+    try:
+        code: int = args.run(args)
+        return code
+    except (ConfigError, Refused) as error:
+        print(f"dflashctl: {error}", file=sys.stderr)
+        return EXIT_REFUSED
+    except runtime.RuntimeFailed as error:
+        print(f"dflashctl: {error}", file=sys.stderr)
+        return EXIT_FAILED
+    except PermissionError as error:
+        words = " ".join(sys.argv[1:])
+        print(
+            f"dflashctl: {error.filename}: {error.strerror}; this needs root: sudo dflashctl {words}",
+            file=sys.stderr,
+        )
+        return EXIT_REFUSED
+    except OSError as error:
+        print(f"dflashctl: {error}", file=sys.stderr)
+        return EXIT_FAILED
+    except BrokenPipeError:
+        return EXIT_FAILED
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line; args.run is the function of the subcommand."""
+    parser = argparse.ArgumentParser("dflashctl", description="Makes, checks and shows DFlash training runs.")
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    new = commands.add_parser("new", help="make a run file from flags")
+    new.add_argument("name", metavar="NAME")
+    new.add_argument("--force", action="store_true", help="replace a run file; the old one becomes NAME.toml~")
+    runfile.add_flags(new)
+    new.set_defaults(run=run_new)
+
+    verify = commands.add_parser("verify", help="check a run, a line a check; starts nothing")
+    verify.add_argument("name", metavar="NAME")
+    verify.set_defaults(run=run_verify)
+
+    show = commands.add_parser("status", help="show runs: state, step, loss, rate, checkpoint, attempts")
+    show.add_argument("name", metavar="NAME", nargs="?")
+    show.add_argument("--json", action="store_true", help="for programs")
+    show.set_defaults(run=run_status)
+
+    fresh = commands.add_parser("fresh", help="put a run's output aside, so that its next start begins anew")
+    fresh.add_argument("name", metavar="NAME")
+    fresh.set_defaults(run=run_fresh)
+
+    kept = commands.add_parser("runtime", help="the trainer's Python and libraries")
+    actions = kept.add_subparsers(required=True, metavar="ACTION")
+    actions.add_parser("install", help="install what the packages hold, if it is not yet").set_defaults(
+        run=run_runtime_install
+    )
+    actions.add_parser("list", help="show the installed ones").set_defaults(run=run_runtime_list)
+    back = actions.add_parser("rollback", help="use the one before, or the one named, for new starts")
+    back.add_argument("id", nargs="?")
+    back.set_defaults(run=run_runtime_rollback)
+    return parser
+
+
+def need_root() -> None:
+    """Raises Refused for anybody else."""
+    if os.geteuid() != 0:
+        raise Refused(f"this needs root: sudo dflashctl {' '.join(sys.argv[1:])}")
+
+
+def run_new(args: argparse.Namespace) -> int:
+    """`dflashctl new NAME …`."""
+    values = {key: value for key, value in vars(args).items() if "." in key}
+    path = runfile.path_of(args.name)
+    run = runfile.from_flags(args.name, values)
+    need_root()
+    if path.exists():
+        if not args.force:
+            raise Refused(f"{path} exists; edit it, or replace it with --force")
+        shutil.copy2(path, path.with_name(path.name + "~"))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = path.with_name(f".{path.name}.new")
+    fresh.write_text(runfile.render(run))
+    fresh.chmod(0o644)
+    fresh.replace(path)
+    print(f"{path} written. Next:")
+    print(f"  dflashctl verify {args.name}")
+    print(f"  systemctl start dflash-train@{args.name}")
+    return 0
+
+
+def run_verify(args: argparse.Namespace) -> int:
+    """`dflashctl verify NAME`."""
+    path = runfile.path_of(args.name)
+    run = runfile.load(path)
+    print(Finding("config", "ok", f"{path} is well-formed").line())
+    refused = False
+    for finding in (*quick_checks(run, path), *deep_checks(path)):
+        refused |= finding.severity == "refuse"
+        print(finding.line(), flush=True)
+    print("the run would be refused" if refused else f"ready: systemctl start dflash-train@{args.name}")
+    return EXIT_REFUSED if refused else 0
+
+
+def quick_checks(run: runfile.RunFile, path: Path) -> Iterator[Finding]:
+    """The launcher's checks, with the rights of the user that trains: root could read what it cannot."""
+    if os.geteuid() != 0:
+        if pwd.getpwuid(os.geteuid()).pw_name != USER:
+            yield Finding("config", "warn", f"not root: the files are checked with your rights, not {USER}'s")
+        yield from check_run(run)
+        return
+    yield from _findings([runtime.PYTHON, "-m", "dflash_agent.checks", str(path)])
+
+
+def deep_checks(path: Path) -> Iterator[Finding]:
+    """The trainer's own checks of the data and the settings, if there is a runtime to run them."""
+    current = runtime.current()
+    if current is None:
+        return
+    yield from _findings(
+        [str(current / "bin" / "python"), "-m", "dflash_trainer", "check", "--json", "--run-file", str(path)]
+    )
+
+
+def _findings(command: list[str]) -> Iterator[Finding]:
+    """The findings that a command prints as JSON lines, run as the user that trains if we may."""
+    user = {"user": USER, "group": USER, "extra_groups": []} if os.geteuid() == 0 else {}
+    try:
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=CHECK_DEADLINE,
+            cwd="/",
+            check=False,
+            **user,  # type: ignore[call-overload]
+        )
+    except subprocess.TimeoutExpired:
+        yield Finding("config", "warn", f"the check took longer than {CHECK_DEADLINE} s and was ended")
+        return
+    except (OSError, KeyError, LookupError) as error:
+        yield Finding("config", "warn", f"the check could not run as user {USER}: {error}")
+        return
+    found = 0
+    for line in done.stdout.splitlines():
+        try:
+            yield Finding(**json.loads(line))
+            found += 1
+        except (ValueError, TypeError):
+            continue
+    if not found:
+        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        yield Finding("config", "refuse", last)
+
+
+def run_status(args: argparse.Namespace) -> int:
+    """`dflashctl status [NAME]`."""
+    if args.name is not None:
+        path = runfile.path_of(args.name)
+        if not path.exists():
+            raise Refused(f"{path} does not exist; runs are: {', '.join(status.all_runs()) or 'none'}")
+    names = [args.name] if args.name else status.all_runs()
+    rows = [status.run_status(name, runfile.path_of(name)) for name in names]
+    if args.json:
+        print(status.as_json(rows))
+    elif rows:
+        print(status.table(rows))
+    else:
+        print(f"no runs in {runfile.RUNS_DIR}; make one: dflashctl new NAME --target-model … --data-dir …")
+    return 0
+
+
+def run_fresh(args: argparse.Namespace) -> int:
+    """`dflashctl fresh NAME`."""
+    run = runfile.load(runfile.path_of(args.name))
+    need_root()
+    try:
+        state = manager.unit_state(args.name).active
+    except manager.ManagerAway as error:
+        raise Refused(f"systemd cannot be asked whether {args.name} is running ({error})") from error
+    if state not in ("inactive", "failed"):
+        raise Refused(f"{args.name} is {state}; first: systemctl stop {manager.unit_of(args.name)}")
+    aside = outputs.set_aside(Path(run.output.dir))
+    print(f"nothing to put aside in {run.output.dir}" if aside is None else f"the earlier output is in {aside}")
+    return 0
+
+
+def run_runtime_install(_args: argparse.Namespace) -> int:
+    """`dflashctl runtime install`."""
+    need_root()
+    runtime.install(runtime.source(), say=lambda text: print(text, flush=True))
+    return 0
+
+
+def run_runtime_list(_args: argparse.Namespace) -> int:
+    """`dflashctl runtime list`."""
+    now, used = runtime.current(), runtime.in_use(runtime.RUNTIME_DIR)
+    there = runtime.complete_ones()
+    for path in there:
+        marks = [text for holds, text in ((path == now, "current"), (path.resolve() in used, "in use")) if holds]
+        print(f"{path.name}  {', '.join(marks)}".rstrip())
+    if not there:
+        print("no runtime is installed: sudo dflashctl runtime install")
+    return 0
+
+
+def run_runtime_rollback(args: argparse.Namespace) -> int:
+    """`dflashctl runtime rollback [ID]`."""
+    need_root()
+    print(f"runtime {runtime.rollback(args.id).name} is in use for new starts")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

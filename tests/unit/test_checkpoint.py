@@ -1,0 +1,465 @@
+"""Checkpoints on real file systems: whole or absent, whatever is cut short, full or damaged."""
+
+import contextlib
+import errno
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from dflash_agent import outputs
+from dflash_trainer.checkpoint import Damaged, Saver, newest_whole, recover, save, verify
+
+DEADLINE = 60
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
+
+
+def content(step: int) -> bytes:
+    return random.Random(step).randbytes(50_000)
+
+
+def writer(step: int) -> Callable[[Path], None]:
+    """Writes two files whose content tells the step."""
+
+    def write(directory: Path) -> None:
+        (directory / "state.pt").write_bytes(content(step))
+        (directory / "drafter").mkdir()
+        (directory / "drafter" / "model.safetensors").write_bytes(content(-step))
+
+    return write
+
+
+def save_steps(output: Path, *steps: int, keep_last: int = 100, keep_every: int = 0) -> None:
+    for step in steps:
+        save(output, step, writer(step), keep_last, keep_every)
+
+
+def steps_in(output: Path) -> list[int]:
+    return [step for step, _ in outputs.checkpoint_dirs(output)]
+
+
+def directory_of(output: Path, step: int) -> Path:
+    return output / "checkpoints" / outputs.checkpoint_name(step)
+
+
+def leftovers(output: Path) -> list[str]:
+    return [path.name for path in output.rglob(".*")]
+
+
+def served(output: Path) -> bytes:
+    """What a server reads through the link."""
+    return (output / "drafter" / "model.safetensors").read_bytes()
+
+
+@contextlib.contextmanager
+def small_disk(directory: Path, size: int) -> Iterator[Path]:
+    directory.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", directory], check=True)
+    try:
+        yield directory
+    finally:
+        subprocess.run(["umount", directory], check=True)
+
+
+def test_a_saved_checkpoint_is_whole_and_served(tmp_path: Path) -> None:
+    path = save(tmp_path, 240, writer(240), 3, 0)
+    assert path == tmp_path / "checkpoints" / "step-00000240"
+    verify(path)
+    manifest = json.loads((path / "manifest.json").read_text())
+    assert manifest["step"] == 240
+    assert manifest["files"].keys() == {"state.pt", "drafter/model.safetensors"}
+    assert newest_whole(tmp_path) == (path, [])
+    assert (tmp_path / "drafter").readlink() == Path("checkpoints/step-00000240/drafter")
+    assert served(tmp_path) == content(-240)
+    assert leftovers(tmp_path) == []
+
+
+def test_an_output_without_checkpoints_has_none(tmp_path: Path) -> None:
+    assert newest_whole(tmp_path / "nowhere") == (None, [])
+    assert recover(tmp_path) == (None, [])
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("keep_last", "keep_every", "kept"),
+    [
+        (1, 0, [60]),
+        (3, 0, [40, 50, 60]),
+        (2, 20, [20, 40, 50, 60]),
+        (1, 30, [30, 60]),
+        (9, 0, [10, 20, 30, 40, 50, 60]),
+    ],
+)
+def test_the_last_ones_and_every_nth_are_kept(
+    keep_last: int, keep_every: int, kept: list[int], tmp_path: Path
+) -> None:
+    save_steps(tmp_path, 10, 20, 30, 40, 50, 60, keep_last=keep_last, keep_every=keep_every)
+    assert steps_in(tmp_path) == kept
+    assert served(tmp_path) == content(-60)
+
+
+def test_a_damaged_one_does_not_count_among_those_to_keep(tmp_path: Path) -> None:
+    save_steps(tmp_path, 10, 20, 30)
+    (directory_of(tmp_path, 30) / "state.pt").write_bytes(b"torn")
+    save_steps(tmp_path, 40, keep_last=2)
+    assert steps_in(tmp_path) == [20, 30, 40]
+    save_steps(tmp_path, 50, keep_last=2)
+    assert steps_in(tmp_path) == [40, 50]
+
+
+def test_a_newer_damaged_one_pushes_nothing_out(tmp_path: Path) -> None:
+    save_steps(tmp_path, 10, 20, 90)
+    flip_a_bit(directory_of(tmp_path, 90) / "state.pt", 1000)
+    save_steps(tmp_path, 30, keep_last=1)
+    assert steps_in(tmp_path) == [30, 90]
+    newest, skipped = newest_whole(tmp_path)
+    assert newest == directory_of(tmp_path, 30)
+    assert [s.path for s in skipped] == [directory_of(tmp_path, 90)]
+
+
+def test_a_damaged_checkpoint_of_the_same_step_is_replaced_and_a_whole_one_kept(tmp_path: Path) -> None:
+    save_steps(tmp_path, 10, 20)
+    flip_a_bit(directory_of(tmp_path, 20) / "state.pt", 7)
+    save_steps(tmp_path, 20)
+    verify(directory_of(tmp_path, 20))
+    assert leftovers(tmp_path) == []
+
+    def must_not_run(_directory: Path) -> None:
+        raise AssertionError("it was there already")
+
+    save(tmp_path, 20, must_not_run, 1, 0)
+    assert steps_in(tmp_path) == [20]
+
+
+def flip_a_bit(path: Path, bit: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("name", ["state.pt", "drafter/model.safetensors"])
+@pytest.mark.parametrize(
+    "fault", ["first bit", "middle bit", "last bit", "truncated", "longer", "missing", "a directory"]
+)
+def test_every_damage_is_named_and_the_one_before_is_taken(name: str, fault: str, tmp_path: Path) -> None:
+    save_steps(tmp_path, 10, 20)
+    path = directory_of(tmp_path, 20) / name
+    size = path.stat().st_size
+    match fault:
+        case "truncated":
+            os.truncate(path, size - 1)
+        case "longer":
+            os.truncate(path, size + 1)
+        case "missing" | "a directory":
+            path.unlink()
+            if fault == "a directory":
+                path.mkdir()
+        case _:
+            flip_a_bit(path, {"first": 0, "middle": 4 * size + 3, "last": 8 * size - 1}[fault.split()[0]])
+    with pytest.raises(Damaged, match=re.escape(name)):
+        verify(directory_of(tmp_path, 20))
+    newest, (skipped,) = newest_whole(tmp_path)
+    assert newest == directory_of(tmp_path, 10)
+    assert skipped.path == directory_of(tmp_path, 20)
+    assert name in skipped.reason
+
+
+def test_a_manifest_cut_at_any_byte_is_damage(tmp_path: Path) -> None:
+    save_steps(tmp_path, 10)
+    manifest = directory_of(tmp_path, 10) / "manifest.json"
+    text = manifest.read_text().rstrip()
+    manifest.write_text(text)
+    verify(directory_of(tmp_path, 10))
+    for size in range(len(text)):
+        manifest.write_text(text[:size])
+        with pytest.raises(Damaged, match="manifest"):
+            verify(directory_of(tmp_path, 10))
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("[]", "manifest"),
+        ('{"format": 1, "step": 10}', "files"),
+        ('{"format": 1, "step": 10, "files": []}', "manifest"),
+        ('{"format": 1, "step": 10, "files": {"state.pt": {"size": 50000}}}', "sha256"),
+        ('{"format": 2, "step": 10, "files": {}}', "format is 2, this version reads 1"),
+        ('{"format": 1, "step": 20, "files": {}}', "of step 20"),
+        ("\x00" * 100, "manifest"),
+    ],
+)
+def test_a_manifest_that_says_something_else_is_damage(text: str, reason: str, tmp_path: Path) -> None:
+    save_steps(tmp_path, 10)
+    (directory_of(tmp_path, 10) / "manifest.json").write_text(text)
+    with pytest.raises(Damaged, match=reason):
+        verify(directory_of(tmp_path, 10))
+
+
+def test_a_checkpoint_without_its_manifest_is_skipped(tmp_path: Path) -> None:
+    save_steps(tmp_path, 10, 20)
+    (directory_of(tmp_path, 20) / "manifest.json").unlink()
+    newest, (skipped,) = newest_whole(tmp_path)
+    assert newest == directory_of(tmp_path, 10)
+    assert skipped.reason == "it has no manifest.json"
+
+
+def test_recovery_points_servers_at_the_newest_whole_one(tmp_path: Path) -> None:
+    save_steps(tmp_path, 10, 20)
+    flip_a_bit(directory_of(tmp_path, 20) / "state.pt", 0)
+    newest, skipped = recover(tmp_path)
+    assert newest == directory_of(tmp_path, 10)
+    assert len(skipped) == 1
+    assert served(tmp_path) == content(-10)
+    (tmp_path / "drafter").unlink()
+    recover(tmp_path)
+    assert served(tmp_path) == content(-10)
+
+
+def fail_like_torch(directory: Path) -> None:
+    import torch
+
+    torch.save({"a": torch.zeros(1_000_000)}, directory / "state.pt")
+
+
+def fail_like_safetensors(directory: Path) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    save_file({"a": torch.zeros(1_000_000)}, directory / "model.safetensors")
+
+
+def fail_like_python(directory: Path) -> None:
+    (directory / "state.pt").write_bytes(bytes(4_000_000))
+
+
+def fail_at_the_manifest(directory: Path) -> None:
+    with contextlib.suppress(OSError):
+        fail_like_python(directory)
+
+
+@needs_root
+@pytest.mark.parametrize("write", [fail_like_torch, fail_like_safetensors, fail_like_python, fail_at_the_manifest])
+def test_a_full_disk_is_an_oserror_and_leaves_the_older_ones(write: Callable[[Path], None], tmp_path: Path) -> None:
+    with small_disk(tmp_path / "small", 2_000_000) as output:
+        save_steps(output, 10, 20)
+        with pytest.raises(OSError, match="No space left") as caught:
+            save(output, 30, write, 1, 0)
+        assert caught.value.errno == errno.ENOSPC
+        assert steps_in(output) == [10, 20]
+        assert leftovers(output) == []
+        verify(directory_of(output, 10))
+        verify(directory_of(output, 20))
+        assert served(output) == content(-20)
+        save_steps(output, 30, keep_last=1)
+        assert steps_in(output) == [30]
+
+
+@needs_root
+def test_a_read_only_file_system_is_an_oserror_and_leaves_the_older_ones(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "small", 2_000_000) as output:
+        save_steps(output, 10)
+        subprocess.run(["mount", "-o", "remount,ro", output], check=True)
+        with pytest.raises(OSError, match="Read-only") as caught:
+            save(output, 20, writer(20), 1, 0)
+        assert caught.value.errno == errno.EROFS
+        assert newest_whole(output) == (directory_of(output, 10), [])
+        assert recover(output) == (directory_of(output, 10), [])
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_directory_without_permission_is_an_oserror(tmp_path: Path) -> None:
+    save_steps(tmp_path, 10)
+    (tmp_path / "checkpoints").chmod(0o555)
+    with pytest.raises(PermissionError):
+        save(tmp_path, 20, writer(20), 1, 0)
+    (tmp_path / "checkpoints").chmod(0o755)
+    assert newest_whole(tmp_path) == (directory_of(tmp_path, 10), [])
+
+
+def test_a_fault_of_the_writer_comes_out_as_it_is_and_leaves_nothing(tmp_path: Path) -> None:
+    save_steps(tmp_path, 10)
+
+    def faulty(directory: Path) -> None:
+        writer(20)(directory)
+        raise RuntimeError("a fault")
+
+    with pytest.raises(RuntimeError, match="a fault"):
+        save(tmp_path, 20, faulty, 1, 0)
+    assert steps_in(tmp_path) == [10]
+    assert leftovers(tmp_path) == []
+
+
+# Saves step 30 over 10 and 20, and is killed at the k-th thing that it asks of the system.
+KILLED_AT = """
+import os, signal, sys
+from pathlib import Path
+from test_checkpoint import save_steps
+left = int(sys.argv[2])
+def hook(event, arguments):
+    global left
+    if event == "open" or event.startswith(("os.", "shutil.", "pathlib.")):
+        left -= 1
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+sys.addaudithook(hook)
+save_steps(Path(sys.argv[1]), 30, keep_last=1)
+"""
+
+SAVES_FOR_EVER = """
+import itertools, sys
+from pathlib import Path
+from test_checkpoint import save_steps
+for step in itertools.count(int(sys.argv[2])):
+    save_steps(Path(sys.argv[1]), step, keep_last=2)
+    print(step, flush=True)
+"""
+
+
+def python(code: str, *arguments: object) -> subprocess.Popen[str]:
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        env=os.environ | {"PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def loadable(output: Path, directory: Path | None) -> int:
+    """The step of a checkpoint that holds what was written into it."""
+    assert directory is not None
+    step = int(directory.name.removeprefix("step-"))
+    assert (directory / "state.pt").read_bytes() == content(step)
+    return step
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_killed_at_any_moment_of_a_save_the_newest_whole_one_loads(damaged: bool, tmp_path: Path) -> None:
+    """At every file, directory, link and name that a save touches; also where it replaces a damaged one."""
+    before = tmp_path / "before"
+    save_steps(before, 10, 20, *([30] if damaged else []))
+    if damaged:
+        flip_a_bit(directory_of(before, 30) / "state.pt", 5)
+    outcomes = []
+    for moment in range(1, 1000):
+        output = tmp_path / str(moment)
+        shutil.copytree(before, output, symlinks=True)
+        with python(KILLED_AT, output, moment) as child:
+            killed = child.wait(DEADLINE) == -signal.SIGKILL
+        found, _ = newest_whole(output)
+        step = loadable(output, found)
+        assert recover(output)[0] == found
+        assert leftovers(output) == []
+        assert served(output) == content(-step)
+        outcomes.append(step)
+        save_steps(output, 30, keep_last=1)
+        assert (steps_in(output), served(output)) == ([30], content(-30))
+        shutil.rmtree(output)
+        if not killed:
+            break
+    assert not killed
+    assert set(outcomes) == {20, 30}
+    assert outcomes == sorted(outcomes)
+
+
+def test_killed_at_random_in_a_row_of_saves_nothing_that_was_reported_is_lost(tmp_path: Path) -> None:
+    chance = random.Random(0)
+    step = 0
+    for _ in range(20):
+        with python(SAVES_FOR_EVER, tmp_path, step + 1) as child:
+            assert child.stdout is not None
+            reported = int(child.stdout.readline())
+            time.sleep(chance.uniform(0, 0.05))  # the moment of the kill is what varies here
+            child.kill()
+            reported = max([reported, *map(int, child.stdout.read().split())])
+        step = loadable(tmp_path, newest_whole(tmp_path)[0])
+        assert step in (reported, reported + 1)
+    recover(tmp_path)
+    assert leftovers(tmp_path) == []
+
+
+def test_servers_can_read_the_drafter_at_any_moment(tmp_path: Path) -> None:
+    save_steps(tmp_path, 1)
+    stop = threading.Event()
+    seen: set[bytes] = set()
+    errors: list[OSError] = []
+
+    def serve() -> None:
+        while not stop.is_set():
+            try:
+                seen.add(served(tmp_path))
+            except OSError as error:
+                errors.append(error)
+
+    server = threading.Thread(target=serve)
+    server.start()
+    for step in range(2, 60):
+        save_steps(tmp_path, step, keep_last=2)
+    stop.set()
+    server.join()
+    assert errors == []
+    assert len(seen) > 5
+    assert seen <= {content(-step) for step in range(60)}
+
+
+def test_a_saver_saves_while_the_caller_goes_on_and_one_at_a_time(tmp_path: Path) -> None:
+    saver = Saver(tmp_path, 3, 0)
+    go = threading.Event()
+    order: list[str] = []
+
+    def slow(directory: Path) -> None:
+        order.append("first begins")
+        assert go.wait(DEADLINE)
+        writer(1)(directory)
+        order.append("first ends")
+
+    def second(directory: Path) -> None:
+        order.append("second")
+        writer(2)(directory)
+
+    saver.submit(1, slow)
+    order.append("the caller goes on") if not go.is_set() else None
+    assert saver.take_error() is None
+    threading.Timer(0.01, go.set).start()
+    saver.submit(2, second)
+    saver.finish()
+    assert sorted(order[:2]) == ["first begins", "the caller goes on"]
+    assert order[2:] == ["first ends", "second"]
+    assert steps_in(tmp_path) == [1, 2]
+    assert 0.005 < saver.seconds < DEADLINE
+    saver.finish()
+
+
+@needs_root
+def test_a_saver_hands_each_error_on_once_and_can_go_on(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "small", 2_000_000) as output:
+        saver = Saver(output, 3, 0)
+        saver.submit(1, fail_like_torch)
+        saver.submit(2, writer(2))
+        saver.finish()
+        error = saver.take_error()
+        assert error is not None
+        assert error.errno == errno.ENOSPC
+        assert saver.take_error() is None
+        assert steps_in(output) == [2]
+
+
+def test_a_saver_raises_what_is_no_error_of_the_system(tmp_path: Path) -> None:
+    def faulty(_directory: Path) -> None:
+        raise KeyError("a fault")
+
+    saver = Saver(tmp_path, 3, 0)
+    saver.submit(1, faulty)
+    saver.finish()
+    with pytest.raises(KeyError, match="a fault"):
+        saver.take_error()
+    assert saver.take_error() is None
