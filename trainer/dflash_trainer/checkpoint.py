@@ -1,7 +1,6 @@
 """Checkpoints that appear whole or not at all.
 
-A checkpoint is written beside its place, every file and directory synced, a manifest with sizes and checksums
-last, then renamed: rename(2) is atomic, and fsync(2) before it makes the order hold across a power cut.
+A checkpoint is written beside its place, with a manifest of sizes and checksums, made durable, then renamed.
 """
 
 import contextlib
@@ -19,9 +18,9 @@ from typing import Any
 
 from dflash_agent import outputs
 
+from dflash_trainer.whole import whole_directory
+
 FORMAT = 1
-_TEMPORARY = ".writing-"
-_REMOVED = ".removed-"
 _NEW_LINK = f".{outputs.DRAFTER_LINK}.new"
 
 
@@ -44,23 +43,12 @@ def save(output: Path, step: int, write: Callable[[Path], None], keep_last: int,
     nothing of the new one stays. A whole checkpoint of that step that is there already is kept as it is; a
     damaged one is replaced.
     """
-    parent = output / outputs.CHECKPOINTS_DIR
-    parent.mkdir(parents=True, exist_ok=True)
-    final = parent / outputs.checkpoint_name(step)
-    unfinished = parent / (_TEMPORARY + final.name)
+    final = output / outputs.CHECKPOINTS_DIR / outputs.checkpoint_name(step)
     _remove_leftovers(output)
     if not _is_whole(final):
-        try:
-            unfinished.mkdir()
+        with whole_directory(final) as unfinished:
             write(unfinished)
-            _seal(unfinished, step)
-            if final.exists():
-                final.rename(parent / (_REMOVED + final.name))
-            unfinished.rename(final)
-            _sync(parent)
-        except BaseException:
-            shutil.rmtree(unfinished, ignore_errors=True)
-            raise
+            _write_manifest(unfinished, step)
     _point_drafter(output, final)
     _prune(output, step, keep_last, keep_every)
     _remove_leftovers(output)
@@ -107,42 +95,31 @@ def _prune(output: Path, step: int, keep_last: int, keep_every: int) -> None:
     """Removes what is older than the newest `keep_last` checkpoints, but for multiples of `keep_every`.
 
     Counts back from `step`, the one just saved, and only those whose files are all there in full size: a
-    newer one is there only if it could not be read, and must not push out what can be. Each is renamed
-    first, so that a removal that is cut short leaves no half checkpoint under a good name.
+    newer one is there only if it could not be read, and must not push out what can be. A removal that is cut
+    short leaves a damaged one among the oldest, for the next time.
     """
     there = [(s, path) for s, path in outputs.checkpoint_dirs(output) if s <= step]
     full = [s for s, path in there if _has_all_files(path)]
     oldest = full[-keep_last:][0]
     for old, directory in there:
         if old < oldest and not (keep_every and old % keep_every == 0):
-            doomed = directory.with_name(_REMOVED + directory.name)
-            directory.rename(doomed)
-            shutil.rmtree(doomed)
+            shutil.rmtree(directory)
 
 
 def _remove_leftovers(output: Path) -> None:
-    """Removes what a save or a removal that was cut short has left."""
-    parent = output / outputs.CHECKPOINTS_DIR
-    for prefix in (_TEMPORARY, _REMOVED):
-        for path in parent.glob(prefix + "*"):
-            shutil.rmtree(path)
+    """Removes what a save that was cut short has left."""
+    for path in (output / outputs.CHECKPOINTS_DIR).glob(".step-*"):
+        shutil.rmtree(path)
     new_link = output / _NEW_LINK
     if new_link.is_symlink():
         new_link.unlink()
 
 
-def _seal(directory: Path, step: int) -> None:
-    """Makes the files durable, then the manifest, then the directories."""
-    paths = sorted(directory.rglob("*"))
-    files = [path for path in paths if path.is_file()]
+def _write_manifest(directory: Path, step: int) -> None:
+    files = sorted(path for path in directory.rglob("*") if path.is_file())
     entries = {str(p.relative_to(directory)): {"size": p.stat().st_size, "sha256": _sha256(p)} for p in files}
-    for path in files:
-        _sync(path)
-    manifest = directory / outputs.MANIFEST_FILE
-    manifest.write_text(json.dumps({"format": FORMAT, "step": step, "files": entries}, indent=1) + "\n")
-    _sync(manifest)
-    for path in (*(path for path in paths if path.is_dir()), directory):
-        _sync(path)
+    text = json.dumps({"format": FORMAT, "step": step, "files": entries}, indent=1)
+    (directory / outputs.MANIFEST_FILE).write_text(text + "\n")
 
 
 def _entries(directory: Path) -> dict[str, tuple[int, str]]:

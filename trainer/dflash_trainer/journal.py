@@ -44,15 +44,16 @@ def log(message: str, *, event: str, priority: int = INFO, **fields: object) -> 
         return
     from cysystemd.journal import send
 
-    entry: dict[str, object] = {
-        "MESSAGE": _text(message),
+    entry = {
+        "MESSAGE": message,
         "PRIORITY": priority,
         "SYSLOG_IDENTIFIER": IDENTIFIER,
         "DFLASH_EVENT": event,
-        "DFLASH_RUN": _text(_run_name),
-        **{f"DFLASH_{name.upper()}": _text(value) for name, value in fields.items()},
+        "DFLASH_RUN": _run_name,
+        **{f"DFLASH_{name.upper()}": value for name, value in fields.items()},
     }
-    if send(**entry) < 0:  # journald is away; the stream on stderr is kept for it by the manager
+    texts = {k: f"{v:.6g}" if isinstance(v, float) else utf8(str(v)) for k, v in entry.items()}
+    if send(**texts) < 0:  # journald is away; the stream on stderr is kept for it by the manager
         _print(f"<{priority}>{message}")
 
 
@@ -77,9 +78,8 @@ def _print(line: str) -> None:
             print(line, file=sys.stderr, flush=True)
 
 
-def _text(value: object) -> str:
-    """What the journal takes: UTF-8, which a path need not be."""
-    text = f"{value:.6g}" if isinstance(value, float) else str(value)
+def utf8(text: str) -> str:
+    """The text with an escape for what has no place in UTF-8, as a path may hold."""
     return text.encode(errors="backslashreplace").decode()
 
 

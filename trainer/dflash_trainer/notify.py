@@ -5,7 +5,7 @@ Never raises: a manager that cannot be reached is said once, and the work goes o
 
 import os
 
-from dflash_trainer.journal import WARNING, log
+from dflash_trainer.journal import WARNING, log, utf8
 
 _said = False
 
@@ -17,7 +17,7 @@ def ready() -> None:
 
 def status(text: str) -> None:
     """The line that `systemctl status` shows."""
-    _send("STATUS=" + " ".join(text.split()))
+    _send("STATUS=" + utf8(" ".join(text.split())))
 
 
 def watchdog() -> None:

@@ -71,11 +71,10 @@ def run(args: argparse.Namespace) -> int:
     claim(output, settings)
     with stoppable():
         try:
-            completions = complete(args, prompts, output)
+            write_dataset(output, prompts, complete(args, prompts, output), settings)
         except KeyboardInterrupt:
             print("stopped; the same command goes on from here", file=sys.stderr)
             return 130
-        write_dataset(output, prompts, completions, settings)
     return 0
 
 
@@ -102,12 +101,12 @@ def read_prompts(path: Path, tokenizer: Any, limit: int | None = None) -> list[P
     numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()][:limit]
     if not numbered:
         raise CannotStart(f"prompts {path} holds no prompt")
-    prompts = []
+    prompts: list[Prompt] = []
     for number, line in numbered:
         try:
             kind, chat = _parse(line)
             text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
-        except Exception as error:  # noqa: BLE001 - a chat template raises what it likes
+        except Exception as error:  # a chat template raises what it likes
             raise CannotStart(
                 f'{path}:{number}: {" ".join(str(error).split())}; a line is {{"prompt": "…"}}, or {{"messages": '
                 f'[{{"role": "user", "content": "…"}}, …]}} ending with the user\'s turn'
@@ -269,7 +268,7 @@ def generate(
     pad = min(stops)
     rows = [[pad] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
     seen = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
-    model.generation_config = GenerationConfig(
+    model.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
         eos_token_id=sorted(stops),
         pad_token_id=pad,
         max_new_tokens=max_new_tokens,
@@ -278,7 +277,7 @@ def generate(
     out = model.generate(
         input_ids=torch.tensor(rows, device=model.device), attention_mask=torch.tensor(seen, device=model.device)
     )
-    return [list(_until_stop(row, stops)) for row in out[:, longest:].tolist()]
+    return [until_stop(row, stops) for row in out[:, longest:].tolist()]
 
 
 def stop_ids(model: Any) -> set[int]:
@@ -290,11 +289,9 @@ def stop_ids(model: Any) -> set[int]:
     raise CannotStart("the target names no end token: set eos_token_id in its generation_config.json")
 
 
-def _until_stop(row: Sequence[int], stops: set[int]) -> Iterator[int]:
-    for token in row:
-        yield token
-        if token in stops:
-            return
+def until_stop(tokens: list[int], stops: set[int]) -> list[int]:
+    """The tokens up to the first stop token, and with it."""
+    return tokens[: next((i + 1 for i, token in enumerate(tokens) if token in stops), len(tokens))]
 
 
 def write_dataset(
