@@ -1,6 +1,8 @@
 """Small real things that many tests need: a target, a dataset, a run."""
 
-from collections.abc import Callable, Sequence
+import contextlib
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -64,6 +66,17 @@ def make_dataset(directory: Path, rows: int = 48) -> Path:
         ids.append((3 + (start + stride * np.arange(length)) % (MASK_TOKEN - 3)).tolist())
         masks.append([0] * 5 + [1] * (int(length) - 5))
     return save_dataset(directory, {"input_ids": ids, "loss_mask": masks})
+
+
+@contextlib.contextmanager
+def small_disk(directory: Path, size: int) -> Iterator[Path]:
+    """A file system of so many bytes; mounting needs root."""
+    directory.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", directory], check=True)
+    try:
+        yield directory
+    finally:
+        subprocess.run(["umount", directory], check=True)
 
 
 @pytest.fixture(scope="session")

@@ -17,6 +17,7 @@ from dflash_trainer.target import Target, load_causal_lm, load_target
 
 CPU = torch.device("cpu")
 VOCABULARY, MASK_TOKEN = 64, 63
+END_TOKEN = 2
 PROMPTS = [[5, 9, 20], [33, 8, 41, 17, 3, 60], [12] * 4, [50, 2, 50, 2], list(range(20, 40)), [44]]
 
 
@@ -35,7 +36,7 @@ def wandering_target(directory: Path, model_type: str) -> Path:
         "max_position_embeddings": 256,
         "tie_word_embeddings": False,
         "bos_token_id": 1,
-        "eos_token_id": 2,
+        "eos_token_id": END_TOKEN,
         "pad_token_id": 0,
     }
     if model_type == "qwen3_5_text":
@@ -47,16 +48,32 @@ def wandering_target(directory: Path, model_type: str) -> Path:
             "layer_types": ["linear_attention", "linear_attention", "full_attention"] * 2,
         }
     torch.manual_seed(3)
-    model = transformers.AutoModelForCausalLM.from_config(
-        transformers.AutoConfig.for_model(model_type, **sizes)
-    )
+    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(model_type, **sizes))
     for parameter in model.parameters():
         parameter.data.mul_(6 if parameter.dim() > 1 else 1)
     model.save_pretrained(directory)
     return directory
 
 
-def drafter_config(target: Path, layers: int = 2, block_size: int = 6) -> DrafterConfig:
+def add_tokenizer(directory: Path) -> Path:
+    """Gives a target a tokenizer of one word a token, "w0" to "w59", and a chat template."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {f"w{i}": i for i in range(60)} | {"<user>": 60, "<assistant>": 61, "<system>": 62}
+    vocabulary = {"<end>" if i == END_TOKEN else word: i for word, i in vocabulary.items()}
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>", pad_token="<end>")
+    tokenizer.chat_template = (
+        "{% for turn in messages %}<{{ turn.role }}> {{ turn.content }} <end> {% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+def drafter_config(layers: int = 2, block_size: int = 6) -> DrafterConfig:
     """Sizes of a drafter for a wandering target."""
     return DrafterConfig(
         hidden_size=32,
@@ -76,7 +93,9 @@ def drafter_config(target: Path, layers: int = 2, block_size: int = 6) -> Drafte
     )
 
 
-def trained_drafter(target_dir: Path, config: DrafterConfig, prompts: Sequence[Sequence[int]], steps: int) -> Drafter:
+def trained_drafter(
+    target_dir: Path, config: DrafterConfig, prompts: Sequence[Sequence[int]], steps: int, lr: float = 5e-3
+) -> Drafter:
     """A drafter trained for a few steps, by the trainer's own loss, on what the target writes after the prompts."""
     model = load_causal_lm(target_dir, CPU, torch.float32)
     rows = [[*prompt, *generate(model, [prompt], 60, 0.0)[0]] for prompt in prompts]
@@ -89,7 +108,7 @@ def trained_drafter(target_dir: Path, config: DrafterConfig, prompts: Sequence[S
     target: Target = load_target(target_dir, config.target_layer_ids, CPU, torch.float32)
     drafter = Drafter(config)
     drafter.reset_parameters(0)
-    optimizer = torch.optim.AdamW(drafter.parameters(), lr=5e-3)
+    optimizer = torch.optim.AdamW(drafter.parameters(), lr=lr)
     for step in range(steps):
         batch = cutter.cut(step)
         loss, _ = block_loss(drafter, target, batch, target.states(batch.input_ids))

@@ -153,9 +153,19 @@ def check_data(directory: Path) -> Iterator[Finding]:
 def check_output(directory: Path) -> Iterator[Finding]:
     """A directory that can be written, or made."""
     existing = directory
-    while not existing.exists() and existing != existing.parent:
-        existing = existing.parent
-    if not existing.is_dir():
+    try:
+        while not existing.exists():
+            existing = existing.parent
+        is_directory = existing.is_dir()
+    except PermissionError:
+        yield Finding(
+            "output-unwritable",
+            "refuse",
+            f"output {directory}: user {_user()} may not enter a directory on the way to {existing}",
+            f"sudo chmod o+x its parents, or sudo install -d -o dflash -g dflash {directory}",
+        )
+        return
+    if not is_directory:
         yield Finding("output-unwritable", "refuse", f"output {directory}: {existing} is not a directory")
     elif not os.access(existing, os.W_OK | os.X_OK):
         yield Finding(

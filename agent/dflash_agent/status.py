@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from dflash_agent import manager, outputs
-from dflash_agent.runfile import RUN_NAME, RUNS_DIR, ConfigError, load
+from dflash_agent import manager, outputs, runfile
+from dflash_agent.runfile import RUN_NAME, ConfigError, load
 
 DEADLINE = 10  # seconds for journalctl
 
@@ -31,9 +31,9 @@ class RunStatus:
     note: str  # what the run says of itself, or why it failed
 
 
-def all_runs(runs_dir: Path = RUNS_DIR) -> list[str]:
+def all_runs() -> list[str]:
     """The names of all runs that have a run file."""
-    return sorted(p.stem for p in runs_dir.glob("*.toml") if RUN_NAME.fullmatch(p.stem))
+    return sorted(p.stem for p in runfile.RUNS_DIR.glob("*.toml") if RUN_NAME.fullmatch(p.stem))
 
 
 def run_status(name: str, path: Path) -> RunStatus:

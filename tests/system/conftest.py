@@ -1,26 +1,41 @@
-"""One booted container for all system tests: the packages from the local repository, the runtime, a tiny target."""
+"""A booted container for all system tests, with the packages, the runtime and a tiny target in it."""
 
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import MASK_TOKEN, make_dataset, make_target
-from container import HOST_NEEDS, Machine, booted
-from packages import build, missing
+from conftest import make_dataset, make_target
+from container import Machine, booted
+from packages import build
 
-TINY = {
-    "target-model": "/srv/tiny/target",
-    "data-dir": "/srv/tiny/data",
-    "epochs": "20",
-    "max-steps": "20",
-    "token-budget": "256",
-    "max-length": "256",
-    "max-anchors": "8",
-    "block-size": "4",
-    "draft-layers": "2",
-    "mask-token-id": str(MASK_TOKEN),
-    "log-interval": "5",
-    "save-interval": "5",
-    "lr": "2e-3",
-}
+from .node import DATA, TARGET, install
+
+
+@pytest.fixture(scope="session")
+def repository() -> Path:
+    """The packages as an apt repository, built if anything in them has changed."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can boot a container")
+    if shutil.which("apt-get") is None:
+        pytest.skip("the packages are built on Debian")
+    return build()
+
+
+@pytest.fixture(scope="session")
+def node(repository: Path) -> Iterator[Machine]:
+    """What most tests share: they make runs of their own in it and leave packages and runtime as they are."""
+    with booted(repository, {}) as machine:
+        install(machine, "dflash", "dflash-wheelhouse-cpu")
+        machine.run("systemctl", "start", "dflash-runtime")
+        make_target(machine.path(TARGET))
+        make_dataset(machine.path(DATA))
+        yield machine
+
+
+@pytest.fixture
+def bare_node(repository: Path) -> Iterator[Machine]:
+    """A container of one test's own, without the packages."""
+    with booted(repository, {}) as machine:
+        yield machine

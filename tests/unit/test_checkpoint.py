@@ -10,10 +10,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from conftest import small_disk
 from dflash_agent import outputs
 from dflash_trainer.checkpoint import Damaged, Saver, newest_whole, recover, save, verify
 
@@ -56,16 +57,6 @@ def leftovers(output: Path) -> list[str]:
 def served(output: Path) -> bytes:
     """What a server reads through the link."""
     return (output / "drafter" / "model.safetensors").read_bytes()
-
-
-@contextlib.contextmanager
-def small_disk(directory: Path, size: int) -> Iterator[Path]:
-    directory.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", directory], check=True)
-    try:
-        yield directory
-    finally:
-        subprocess.run(["umount", directory], check=True)
 
 
 def test_a_saved_checkpoint_is_whole_and_served(tmp_path: Path) -> None:

@@ -51,6 +51,18 @@ def test_the_same_seed_gives_the_same_weights_and_another_other_ones() -> None:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("size", [0.001, 0.2, 5.0])
+def test_a_fresh_drafter_is_not_sure_of_anything_however_large_the_head(size: float) -> None:
+    drafter = Drafter(CONFIG)
+    drafter.reset_parameters(0)
+    head = torch.randn(90, 32) * size
+    drafter.calm_output(head)
+    hidden = drafter(torch.randn(1, 64, 32), torch.arange(64)[None], torch.randn(1, 5, 64))
+    assert (hidden @ head.T).std() < 1.3
+    assert drafter.norm.weight.max() <= 1
+
+
+@torch.no_grad()
 def test_a_block_in_a_batch_of_blocks_gives_what_it_gives_alone_with_only_its_context() -> None:
     drafter = make_drafter()
     anchors = torch.tensor([[9, 3, 4], [12, 0, 0]])

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from conftest import MASK_TOKEN, make_dataset, make_target, save_dataset
+from conftest import MASK_TOKEN, make_dataset, make_target, save_dataset, small_disk
 from safetensors.torch import load_file
 
 Flags = Callable[..., list[str]]
@@ -236,12 +236,9 @@ def test_a_bad_target_is_exit_78_with_one_line(fault: str, train_flags: Flags, t
 def test_a_full_disk_while_saving_keeps_training_and_the_old_checkpoints(
     train_flags: Flags, tmp_path: Path
 ) -> None:
-    output = tmp_path / "small"
-    output.mkdir()
     assert train(train_flags(output_dir=tmp_path / "measure", max_steps=5)).returncode == 0
     size = sum(p.stat().st_size for p in (tmp_path / "measure").rglob("*") if p.is_file())
-    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={int(size * 1.6)}", "tmpfs", output], check=True)
-    try:
+    with small_disk(tmp_path / "small", int(size * 1.6)) as output:
         flags = train_flags(output_dir=output)
         full = train(flags)
         assert full.returncode == 75, full.stderr
@@ -253,8 +250,6 @@ def test_a_full_disk_while_saving_keeps_training_and_the_old_checkpoints(
         mended = train(flags)
         assert mended.returncode == 0, mended.stderr
         assert "step-00000005" in mended.stderr
-    finally:
-        subprocess.run(["umount", output], check=True)
 
 
 def test_check_reports_without_starting_or_writing(train_flags: Flags, tmp_path: Path) -> None:

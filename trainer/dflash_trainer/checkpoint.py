@@ -6,7 +6,6 @@ A checkpoint is written beside its place, with a manifest of sizes and checksums
 import contextlib
 import hashlib
 import json
-import os
 import shutil
 import threading
 import time
@@ -18,7 +17,7 @@ from typing import Any
 
 from dflash_agent import outputs
 
-from dflash_trainer.whole import whole_directory
+from dflash_trainer.whole import sync, whole_directory
 
 FORMAT = 1
 _NEW_LINK = f".{outputs.DRAFTER_LINK}.new"
@@ -162,20 +161,12 @@ def _point_drafter(output: Path, checkpoint: Path) -> None:
     fresh.unlink(missing_ok=True)
     fresh.symlink_to(aim)
     fresh.replace(link)
-    _sync(output)
+    sync(output)
 
 
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 class Saver:

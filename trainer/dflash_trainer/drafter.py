@@ -222,6 +222,16 @@ class Drafter(nn.Module):
                 fresh = torch.empty(parameter.shape).normal_(0.0, INIT_STD, generator=generator)
                 parameter.data.copy_(fresh)
 
+    @torch.no_grad()
+    def calm_output(self, head: Tensor) -> None:
+        """Scales the fresh final norm so that logits through `head` [V, H] start with a standard deviation of 1.
+
+        A head may be large, since it was trained behind a norm with small gains: SmolLM2's gives a fresh drafter
+        logits so spread that its loss starts at 53 nats, where knowing nothing costs ln V = 10.8.
+        """
+        spread = head.float().std() * self.config.hidden_size**0.5
+        self.norm.weight.fill_(1 / max(spread.item(), 1.0))
+
     def forward(
         self, noise: Tensor, positions: Tensor, context: Tensor, mask: Tensor | BlockMask | None = None
     ) -> Tensor:

@@ -1,17 +1,19 @@
 """The numbers of a run: metrics.jsonl, TensorBoard event files, the status line, a bar on a terminal."""
 
+import io
 import itertools
 import json
 import math
+import socket
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from dflash_agent import outputs
-from torch.utils.tensorboard import SummaryWriter
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.summary.writer.record_writer import RecordWriter
 from tqdm import tqdm
 
 from dflash_trainer.journal import WARNING, log
@@ -26,61 +28,52 @@ class Metrics:
 
     def __init__(self, output: Path, step: int) -> None:
         self._lines = output / outputs.METRICS_FILE
-        self._plots = output / outputs.TENSORBOARD_DIR
-        self._step = step  # the last one plotted
-        self._board: SummaryWriter | None = None
+        name = f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}"  # sorted by time, as readers expect
+        self._plots = output / outputs.TENSORBOARD_DIR / name
+        self._step = step
         self._failing = False
-        self._tries(lambda: mend_last_line(self._lines))
+        mend_last_line(self._lines)
 
     def row(self, values: dict[str, Any]) -> None:
         """One row, stamped with the time; every value that PLOTTED names is plotted at values["step"] too.
 
         A number that is not finite becomes null: JSON has no word for it.
         """
-        line = json.dumps(_finite({"time": round(time.time(), 3)} | values), allow_nan=False) + "\n"
-        if self._tries(lambda: append_line(self._lines, line)) and self._tries(lambda: self._plot(values)):
-            self._failing = False
-
-    def _plot(self, values: dict[str, Any]) -> None:
-        if self._board is None:
-            # Steps that an earlier attempt reached after its last checkpoint are done again: hide them.
-            self._board = SummaryWriter(str(self._plots), purge_step=self._step + 1)
+        now = round(time.time(), 3)
+        line = json.dumps(_finite({"time": now} | values), allow_nan=False) + "\n"
+        points = {name: values[name] for name in PLOTTED if name in values}
         try:
-            for name in PLOTTED:
-                if name in values:
-                    self._board.add_scalar(name, values[name], values["step"])
-            self._board.flush()
-        except OSError:
-            self._board = None  # its thread has died of it; the next row begins another file
-            raise
-        self._step = values.get("step", self._step)
-
-    def _tries(self, work: Callable[[], None]) -> bool:
-        try:
-            work()
+            append(self._lines, line.encode())
+            if points:
+                self._plot(now, values["step"], points)
         except OSError as error:
             if not self._failing:
                 text = f"metrics not written: {error}; training goes on"
                 log(text, event="metrics-failed", priority=WARNING)
             self._failing = True
-            return False
-        return True
+        else:
+            self._failing = False
 
-    def __enter__(self) -> Self:
-        return self
+    def _plot(self, now: float, step: int, points: dict[str, float]) -> None:
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in points.items()]
+        events = [Event(wall_time=now, step=step, summary=Summary(value=values))]
+        if not self._plots.exists() or not self._plots.stat().st_size:
+            self._plots.parent.mkdir(exist_ok=True)
+            # Steps that an earlier attempt reached after its last checkpoint are done again: a start hides them.
+            start = SessionLog(status=SessionLog.START)
+            events.insert(0, Event(wall_time=now, file_version="brain.Event:2"))
+            events.insert(1, Event(wall_time=now, step=self._step + 1, session_log=start))
+        records = io.BytesIO()
+        for event in events:
+            RecordWriter(records).write(event.SerializeToString())
+        append(self._plots, records.getvalue())
 
-    def __exit__(
-        self, _type: type[BaseException] | None, _error: BaseException | None, _stack: TracebackType | None
-    ) -> None:
-        if self._board is not None:
-            self._tries(self._board.close)
 
-
-def append_line(path: Path, line: str) -> None:
-    """Appends the whole line, or nothing and raises OSError."""
+def append(path: Path, data: bytes) -> None:
+    """Appends all of the data, or nothing and raises OSError."""
     with path.open("ab", buffering=0) as file:
         end = file.tell()
-        left = memoryview(line.encode())
+        left = memoryview(data)
         try:
             while left:
                 left = left[file.write(left) :]

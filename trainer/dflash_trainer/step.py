@@ -53,9 +53,11 @@ class Trainer:
         self.total_steps = total_steps
         self.not_finite = 0
         self.drafter = Drafter(config)
-        self.drafter.reset_parameters(run.train.seed)
         if state:
             self.drafter.load_state_dict(state["drafter"])
+        else:
+            self.drafter.reset_parameters(run.train.seed)
+            self.drafter.calm_output(target.head)
         self.drafter.to(device)
         self.optimizer = make_optimizer(self.drafter.parameters(), run.train.lr, run.train.weight_decay)
         if state:

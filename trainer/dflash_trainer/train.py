@@ -55,8 +55,8 @@ def train(run: RunFile, fresh: bool = False) -> None:
     saver = checkpoint.Saver(output, run.output.keep_last, run.output.keep_every)
     stop = StopRequest()
     notify.status(f"step {first}/{total} · first step under way")
+    metrics = Metrics(output, first)
     with (
-        Metrics(output, first) as metrics,
         Progress(first, total) as progress,
         pipeline(cutter, target, device, first, total) as line,
     ):
@@ -98,7 +98,7 @@ def target_dtype(run: RunFile, device: torch.device) -> torch.dtype:
 
 def resume(output: Path) -> dict[str, Any] | None:
     """The state in the newest whole checkpoint of the output; None if there is none. Names what it skips."""
-    newest, skipped = checkpoint.newest_whole(output)
+    newest, skipped = checkpoint.recover(output)
     for bad in skipped:
         log(f"skipped checkpoint {bad.path}: {bad.reason}", event="checkpoint-skipped", priority=4)
     if newest is None:

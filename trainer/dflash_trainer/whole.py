@@ -22,17 +22,18 @@ def whole_directory(final: Path) -> Iterator[Path]:
         yield unfinished
         for path in (unfinished, *unfinished.rglob("*")):
             path.chmod(0o755 if path.is_dir() else 0o644)
-            _sync(path)
+            sync(path)
         if final.exists():
             final.rename(replaced)
         unfinished.rename(final)
-        _sync(final.parent)
+        sync(final.parent)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
         shutil.rmtree(replaced, ignore_errors=True)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """fsync(2) of a file or directory."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,0 +1,210 @@
+"""Our drafter in the published dflash package: the same hidden states, the same acceptance lengths."""
+
+import dataclasses
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from dflash_trainer.drafter import Drafter, load_drafter, save_drafter
+from dflash_trainer.evaluate import speculative_generate
+from dflash_trainer.mask import dense_mask
+from dflash_trainer.prepare import generate
+from dflash_trainer.target import load_causal_lm
+from drafting import CPU, END_TOKEN, PROMPTS, drafter_config, trained_drafter, wandering_target
+
+published = pytest.importorskip("dflash.model")
+
+NEW_TOKENS = 48
+
+
+@dataclass
+class Pair:
+    """A target, and one checkpoint of a drafter for it, read by us and by the published package."""
+
+    target: Any
+    ours: Drafter
+    theirs: Any
+
+    def published_run(self, prompt: Sequence[int], new_tokens: int, stops: set[int]) -> tuple[list[int], list[int]]:
+        """New tokens and acceptance lengths of the package's own generation."""
+        ids = torch.tensor([prompt])
+        out = published.dflash_generate(self.theirs, self.target, ids, new_tokens, sorted(stops), return_stats=True)
+        return out.output_ids[0, len(prompt) :].tolist(), out.acceptance_lengths
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _small() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the models are too small for more
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)  # the package calls it for its timing
+
+
+def make_pair(target_dir: Path, drafter: Drafter, directory: Path) -> Pair:
+    save_drafter(drafter.state_dict(), drafter.config, directory, torch.float32)
+    theirs, info = published.DFlashDraftModel.from_pretrained(
+        directory, dtype=torch.float32, output_loading_info=True
+    )
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert not info["mismatched_keys"]
+    return Pair(load_causal_lm(target_dir, CPU, torch.float32), load_drafter(directory).eval(), theirs.eval())
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3", "qwen3_5_text"])
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    root = tmp_path_factory.mktemp(request.param)
+    target_dir = wandering_target(root / "target", request.param)
+    drafter = trained_drafter(target_dir, drafter_config(), PROMPTS, steps=60)
+    return make_pair(target_dir, drafter, root / "drafter")
+
+
+@torch.no_grad()
+def test_a_block_in_the_middle_of_a_sequence_has_the_same_hidden_states(pair: Pair) -> None:
+    size, anchor = pair.ours.config.block_size, 11
+    context, block = tapped(pair, torch.randint(3, 60, (1, 30))), noise(pair, [17])
+    ours = pair.ours(block, torch.arange(anchor, anchor + size)[None], context[:, :anchor])
+    theirs = pair.theirs(
+        target_hidden=context[:, :anchor],
+        noise_embedding=block,
+        position_ids=torch.arange(anchor + size)[None],
+    )
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+def test_blocks_trained_together_have_the_hidden_states_of_each_block_served_alone(pair: Pair) -> None:
+    size = pair.ours.config.block_size
+    ids = torch.randint(3, 60, (2, 30))
+    anchors = torch.tensor([[4, 7, 20], [29, 5, 6]])  # overlapping blocks, unsorted, and one beyond the end
+    context = tapped(pair, ids)
+    blocks = torch.cat([noise(pair, ids[row, anchors[row]].tolist()) for row in range(2)])
+    positions = (anchors[:, :, None] + torch.arange(size)).flatten(1)
+    ours = pair.ours(blocks, positions, context, dense_mask(anchors, 30, size))
+    for row in range(2):
+        for i, anchor in enumerate(anchors[row].tolist()):
+            own = slice(i * size, (i + 1) * size)
+            theirs = pair.theirs(
+                target_hidden=context[row : row + 1, :anchor],
+                noise_embedding=blocks[row : row + 1, own],
+                position_ids=torch.arange(anchor + size)[None],
+            )
+            torch.testing.assert_close(ours[row, own], theirs[0], rtol=1e-5, atol=1e-5)
+
+
+def test_the_acceptance_lengths_are_those_of_the_package(pair: Pair) -> None:
+    seen = set()
+    for prompt in PROMPTS:
+        ours = speculative_generate(pair.ours, pair.target, prompt, NEW_TOKENS, {END_TOKEN})
+        assert ours.output_ids == generate(pair.target, [prompt], NEW_TOKENS, 0.0)[0]
+        assert ours.acceptance_lengths == without_caches(pair, prompt, len(ours.output_ids))
+        if not is_recurrent(pair.target):
+            text, lengths = pair.published_run(prompt, NEW_TOKENS, {END_TOKEN})
+            assert (ours.output_ids, ours.acceptance_lengths) == (text, lengths)
+        seen.update(ours.acceptance_lengths)
+    assert len(seen) > 3, "the drafter is always right or always wrong: this proves nothing"
+
+
+@pytest.mark.parametrize("new_tokens", [1, 2, 3, 6, 7, 20])
+def test_at_the_end_and_at_a_stop_token_too(pair: Pair, new_tokens: int) -> None:
+    if is_recurrent(pair.target):
+        pytest.skip("transformers 5.15 does not take a recurrent state back, so the package's text is another")
+    for prompt in PROMPTS[:3]:
+        whole = generate(pair.target, [prompt], 20, 0.0)[0]
+        for stops in ({END_TOKEN}, {whole[0]}, {whole[6]}, {whole[-1]}):
+            ours = speculative_generate(pair.ours, pair.target, prompt, new_tokens, stops)
+            text, lengths = pair.published_run(prompt, new_tokens, stops)
+            assert (ours.output_ids, ours.acceptance_lengths) == (text, lengths)
+
+
+@pytest.mark.skipif("DFLASH_SMOLLM2" not in os.environ, reason="DFLASH_SMOLLM2 names no SmolLM2 directory")
+def test_so_it_is_with_a_real_target(tmp_path: Path) -> None:
+    from dflash_trainer.prepare import load_tokenizer, stop_ids
+
+    target_dir = Path(os.environ["DFLASH_SMOLLM2"])
+    target = load_causal_lm(target_dir, CPU, torch.float32)
+    text = target.config
+    config = dataclasses.replace(
+        drafter_config(),
+        hidden_size=text.hidden_size,
+        num_attention_heads=text.num_attention_heads,
+        num_key_value_heads=text.num_key_value_heads,
+        head_dim=text.head_dim,
+        intermediate_size=text.intermediate_size,
+        rms_norm_eps=text.rms_norm_eps,
+        vocab_size=text.vocab_size,
+        num_target_layers=text.num_hidden_layers,
+        mask_token_id=16,
+        target_layer_ids=(1, 27),
+        block_size=8,
+    )
+    tokenizer, stops = load_tokenizer(target_dir), stop_ids(target)
+    questions = ("What is the capital of France?", "List three fruits.")
+    prompts = [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": question}], add_generation_prompt=True, return_dict=True
+        )["input_ids"]
+        for question in questions
+    ]
+    pair = make_pair(
+        target_dir, trained_drafter(target_dir, config, prompts, steps=25, lr=1e-3), tmp_path / "drafter"
+    )
+    seen = set()
+    for prompt in prompts:
+        ours = speculative_generate(pair.ours, pair.target, prompt, 60, stops)
+        assert ours.output_ids == generate(pair.target, [prompt], 60, 0.0)[0]
+        assert (ours.output_ids, ours.acceptance_lengths) == pair.published_run(prompt, 60, stops)
+        seen.update(ours.acceptance_lengths)
+    assert len(seen) > 2
+
+
+def tapped(pair: Pair, ids: torch.Tensor) -> torch.Tensor:
+    """The target's states that the drafter sees, by the package's own function."""
+    states = pair.target(ids, output_hidden_states=True).hidden_states
+    context: torch.Tensor = published.extract_context_feature(states, pair.theirs.target_layer_ids)
+    return context
+
+
+def noise(pair: Pair, anchors: Sequence[int]) -> torch.Tensor:
+    """Embeddings [1, N·S, H] of the blocks that begin with these tokens."""
+    masks = [pair.ours.config.mask_token_id] * (pair.ours.config.block_size - 1)
+    ids = torch.tensor([[token for anchor in anchors for token in (anchor, *masks)]])
+    return F.embedding(ids, pair.target.get_input_embeddings().weight)
+
+
+@torch.no_grad()
+def without_caches(pair: Pair, prompt: Sequence[int], new_tokens: int) -> list[int]:
+    """Acceptance lengths of the package's drafter, everything computed anew at each step."""
+    size, end = pair.ours.config.block_size, len(prompt) + new_tokens
+    tokens = [*prompt, int(pair.target(torch.tensor([prompt])).logits[0, -1].argmax())]
+    lengths = []
+    while len(tokens) < end:
+        known = len(tokens) - 1
+        hidden = pair.theirs(
+            target_hidden=tapped(pair, torch.tensor([tokens[:known]])),
+            noise_embedding=noise(pair, tokens[known:]),
+            position_ids=torch.arange(known + size)[None],
+        )
+        drafted = pair.target.lm_head(hidden[0, 1:]).argmax(-1).tolist()
+        choices = pair.target(torch.tensor([tokens + drafted])).logits[0, known:].argmax(-1).tolist()
+        right = 0
+        while right < len(drafted) and drafted[right] == choices[right]:
+            right += 1
+        lengths.append(min(right + 1, end - len(tokens)))
+        tokens = (tokens + choices[: right + 1])[:end]
+    return lengths
+
+
+def is_recurrent(target: Any) -> bool:
+    return "linear_attention" in (getattr(target.config, "layer_types", None) or ())

@@ -1,0 +1,38 @@
+"""The output directory, read by the agent."""
+
+import json
+from pathlib import Path
+
+from dflash_agent import outputs
+
+
+def test_checkpoints_are_listed_by_step_and_nothing_else_is(tmp_path: Path) -> None:
+    assert outputs.checkpoint_dirs(tmp_path) == []
+    parent = tmp_path / "checkpoints"
+    for name in ("step-00000020", "step-00000003", "step-123456789", ".step-00000040.writing", "step-x", "other"):
+        (parent / name).mkdir(parents=True)
+    (parent / "step-00000050").write_text("a file")
+    assert [step for step, _ in outputs.checkpoint_dirs(tmp_path)] == [3, 20, 123456789]
+
+
+def test_the_last_metrics_are_the_last_whole_row_of_a_step(tmp_path: Path) -> None:
+    assert outputs.last_metrics(tmp_path) is None
+    rows = [{"step": n, "loss": 1.0 / n, "padding": "x" * 500} for n in range(1, 400)]
+    text = "".join(json.dumps(row) + "\n" for row in rows) + '{"event": "saved"}\n{"step": 400, "lo'
+    (tmp_path / "metrics.jsonl").write_text(text)
+    last = outputs.last_metrics(tmp_path)
+    assert last is not None
+    assert last["step"] == 399
+
+
+def test_fresh_moves_everything_of_a_run_and_keeps_the_rest(tmp_path: Path) -> None:
+    assert outputs.set_aside(tmp_path) is None
+    (tmp_path / "checkpoints" / "step-00000001" / "drafter").mkdir(parents=True)
+    (tmp_path / "drafter").symlink_to("checkpoints/step-00000001/drafter")
+    (tmp_path / "run.json").write_text("{}")
+    (tmp_path / "notes.txt").write_text("mine")
+    aside = outputs.set_aside(tmp_path)
+    assert aside is not None
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted([aside.name, "notes.txt"])
+    assert (aside / "drafter").resolve() == (aside / "checkpoints" / "step-00000001" / "drafter").resolve()
+    assert (aside / "run.json").exists()
