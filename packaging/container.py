@@ -1,4 +1,4 @@
-"""A throwaway Debian 12 machine: a tree made once by mmdebstrap, copied, booted by systemd-nspawn, and removed.
+"""A throwaway Debian 12 machine: a tree made once by mmdebstrap, unpacked, booted by systemd-nspawn, forgotten.
 
 It has no network but loopback: what is installed in it comes from the tree or the local repository.
 """
@@ -7,7 +7,6 @@ import contextlib
 import hashlib
 import os
 import select
-import shutil
 import signal
 import subprocess
 import tempfile
@@ -38,14 +37,24 @@ HOST_NEEDS = ("mmdebstrap", "systemd-container", "util-linux")
 BOOT_SECONDS = 120
 STOP_SECONDS = 60
 REPOSITORY = "/srv/dflash-packages"
+MEMORY = 10 << 30  # bytes that must be free for a container to lie in memory; it takes half of it
+
+# The file system is mounted where only this process and the container see it, so that it ends with them.
+START = """set -e
+[ -z "$3" ] || mount -t tmpfs -o mode=755,size="$3" node "$1"
+tar -C "$1" --numeric-owner -xf "$2"
+root=$1
+shift 3
+exec systemd-nspawn --quiet -D "$root" "$@"
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """A booted Debian: this host, or a container. `root` is where its files are, seen from here."""
+    """A booted Debian: this host, or a container."""
 
-    root: Path
-    enter: tuple[str, ...]
+    root: Path  # where its files are, seen from here; Path.resolve() would lead out of it
+    enter: tuple[str, ...]  # what goes before a command
 
     def run(
         self, *command: str, check: bool = True, timeout: float = 600, text_input: str | None = None
@@ -76,59 +85,70 @@ HOST = Machine(Path("/"), ())
 
 
 def base_tree() -> Path:
-    """The Debian tree, made once. Raises BuildFailed."""
+    """The tar file of a small Debian with everything that the packages depend on, made once. Raises BuildFailed."""
     apt_install(*HOST_NEEDS)
-    key = hashlib.sha256(" ".join((SUITE, *INCLUDED)).encode()).hexdigest()[:12]
+    recipe = [
+        "--variant=minbase",
+        f"--include={','.join(INCLUDED)}",
+        *(f"--dpkgopt=path-exclude=/usr/share/{name}/*" for name in ("doc", "locale")),
+        f'--customize-hook=echo "deb [trusted=yes] file:{REPOSITORY} ./" > "$1/etc/apt/sources.list"',
+        '--customize-hook=echo node > "$1/etc/hostname"; : > "$1/etc/machine-id"',
+        SUITE,
+    ]
+    key = hashlib.sha256("\n".join(recipe).encode()).hexdigest()[:12]
     tree = cache_dir() / "trees" / f"{SUITE}-{key}.tar"
     if not tree.exists():
         say(f"making a Debian tree ({SUITE})")
         tree.parent.mkdir(parents=True, exist_ok=True)
         unfinished = tree.with_name(f".{tree.name}")
-        include = f"--include={','.join(INCLUDED)}"
-        lean = [f"--dpkgopt=path-exclude=/usr/share/{name}/*" for name in ("doc", "locale")]
-        run(["mmdebstrap", "--variant=minbase", include, *lean, SUITE, str(unfinished)])
+        run(["mmdebstrap", *recipe, str(unfinished)])
         unfinished.rename(tree)
     return tree
 
 
 @contextlib.contextmanager
 def booted(repository: Path, binds: Mapping[Path, Path]) -> Iterator[Machine]:
-    """A container with `repository` as its only apt source, booted; stopped and removed afterwards.
+    """A container with `repository` as its only apt source, booted; stopped and gone afterwards.
+
+    It lies in memory if there is plenty, else in the cache. Nothing of it outlives this process, however that
+    ends: nspawn gets SIGTERM then (PR_SET_PDEATHSIG), on which it halts the container.
 
     `binds`: directories of this host and where they are in the container, writable.
     """
     tree = base_tree()
-    scratch = Path(tempfile.mkdtemp(prefix="dflash-node-", dir=cache_dir()))
-    root = scratch / "root"
-    root.mkdir()
-    process = None
-    try:
-        run(["tar", "-C", str(root), "--numeric-owner", "-xf", str(tree)])
-        (root / "etc/apt/sources.list").write_text(f"deb [trusted=yes] file:{REPOSITORY} ./\n")
-        (root / "etc/machine-id").write_text("")
-        (root / "etc/hostname").write_text("node\n")
-        with (scratch / "console.log").open("w") as console:
+    with tempfile.TemporaryDirectory(prefix="dflash-node-", dir=cache_dir(), ignore_cleanup_errors=True) as scratch:
+        root, console = Path(scratch) / "root", Path(scratch) / "console.log"
+        root.mkdir()
+        size = str(MEMORY) if free_memory() > MEMORY else ""
+        with console.open("w") as output:
             process = subprocess.Popen(
                 [
-                    *("systemd-nspawn", "--quiet", "-D", str(root), "--boot", "--register=no", "--keep-unit"),
-                    *("--private-network", "--hostname=node", "--console=pipe", "--resolv-conf=off"),
-                    f"--bind-ro={repository}:{REPOSITORY}",
+                    *("setpriv", "--pdeathsig", "TERM", "unshare", "--mount"),
+                    *("sh", "-c", START, "start", str(root), str(tree), size),
+                    *("--boot", "--register=no", "--keep-unit", "--private-network", "--hostname=node"),
+                    *("--console=pipe", "--resolv-conf=off", f"--bind-ro={repository}:{REPOSITORY}"),
                     *(f"--bind={outside}:{inside}" for outside, inside in binds.items()),
                 ],
                 stdin=subprocess.DEVNULL,
-                stdout=console,
+                stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        leader = _leader(process, scratch / "console.log")
-        enter = ("nsenter", "-t", str(leader), "-a", "--", "env", "-i", "HOME=/root", "LANG=C.UTF-8")
-        machine = Machine(root, (*enter, "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"))
-        _wait_until_running(machine)
-        yield machine
-    finally:
-        if process is not None:
+        try:
+            leader = _leader(process, console)
+            enter = ("nsenter", "-t", str(leader), "-a", "--", "env", "-i", "HOME=/root", "LANG=C.UTF-8")
+            paths = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+            machine = Machine(Path(f"/proc/{leader}/root"), (*enter, paths))
+            _wait_until_running(machine)
+            yield machine
+        finally:
             _stop(process)
-        shutil.rmtree(scratch)
+
+
+def free_memory() -> int:
+    """Bytes that new work can have without swapping (MemAvailable of proc(5))."""
+    line = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable:"))
+    return int(line.split()[1]) << 10
 
 
 def _leader(process: "subprocess.Popen[bytes]", console: Path) -> int:
@@ -137,14 +157,14 @@ def _leader(process: "subprocess.Popen[bytes]", console: Path) -> int:
     while time.monotonic() < end:
         if process.poll() is not None:
             raise BuildFailed(f"systemd-nspawn ended: {' '.join(console.read_text().split())[-500:]}")
-        for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
-            with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # a process that has just ended
+            for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
                 status = Path(f"/proc/{child}/status").read_text()
                 comm = Path(f"/proc/{child}/comm").read_text().strip()
                 ids = next(line for line in status.splitlines() if line.startswith("NSpid:")).split()
                 if ids[-1] == "1" and len(ids) > 2 and comm == "systemd":
                     return int(child)
-        select.select([], [], [], 0.05)
+        time.sleep(0.05)
     raise BuildFailed(f"the container has no process 1 after {BOOT_SECONDS} s")
 
 
@@ -152,18 +172,17 @@ def _wait_until_running(machine: Machine) -> None:
     """Waits for the boot to end. Raises BuildFailed with what failed in it."""
     end = time.monotonic() + BOOT_SECONDS
     state = ""
-    while time.monotonic() < end:
-        state = machine.run("systemctl", "is-system-running", "--wait", check=False, timeout=BOOT_SECONDS).stdout.strip()
-        if state in ("running", "degraded"):
-            break
-        select.select([], [], [], 0.1)  # process 1 does not answer yet
+    while state not in ("running", "degraded") and time.monotonic() < end:
+        asked = machine.run("systemctl", "is-system-running", "--wait", check=False, timeout=BOOT_SECONDS)
+        state = asked.stdout.strip()  # empty as long as process 1 does not answer
+        time.sleep(0.05)
     if state != "running":
         failed = machine.run("systemctl", "--failed", "--plain", "--no-legend", check=False).stdout
         raise BuildFailed(f"the container is {state or 'not up'} after booting: {' '.join(failed.split())}")
 
 
 def _stop(process: "subprocess.Popen[bytes]") -> None:
-    """Powers the container off (SIGRTMIN+4 to its process 1, by nspawn on SIGTERM); kills it if that hangs."""
+    """Has nspawn halt the container, which it does on SIGTERM; kills it if that hangs."""
     if process.poll() is not None:
         return
     descriptor = os.pidfd_open(process.pid)

@@ -73,12 +73,17 @@ def apt_install(*packages: str) -> None:
 def run(command: list[str], **options: object) -> None:
     """A command whose output matters only if it fails. Raises BuildFailed with its last lines."""
     done = subprocess.run(  # type: ignore[call-overload]
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
         **options,
     )
     if done.returncode:
         print(done.stdout, file=sys.stderr)
-        raise BuildFailed(f"`{' '.join(command[:4])} …` failed with exit code {done.returncode}; its output is above")
+        raise BuildFailed(f"`{' '.join(command[:4])} …` failed with exit code {done.returncode}; see above")
 
 
 def fetch_wheels() -> Path:
@@ -124,14 +129,20 @@ def build() -> Path:
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(file, copy, follow_symlinks=True)
         command = ["dpkg-buildpackage", "--build=binary", "--no-sign", "-Ppkg.dflash.wheelhouse"]
-        run(command, cwd=tree, env=os.environ | {"DFLASH_WHEELHOUSE": str(wheels), "PATH": "/usr/sbin:/usr/bin:/sbin:/bin"})
+        run(
+            command,
+            cwd=tree,
+            env=os.environ | {"DFLASH_WHEELHOUSE": str(wheels), "PATH": "/usr/sbin:/usr/bin:/sbin:/bin"},
+        )
         unfinished = repository.with_name(repository.name + ".part")
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
         for file in Path(scratch).glob("dflash*_*"):
             if file.is_file():
                 shutil.move(file, unfinished)
-    index = subprocess.run(["apt-ftparchive", "packages", "."], cwd=unfinished, capture_output=True, text=True, check=True)
+    index = subprocess.run(
+        ["apt-ftparchive", "packages", "."], cwd=unfinished, capture_output=True, text=True, check=True
+    )
     (unfinished / "Packages").write_text(index.stdout)
     unfinished.rename(repository)
     for old in repository.parent.iterdir():  # the newest build is enough

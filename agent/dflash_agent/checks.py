@@ -16,7 +16,7 @@ from typing import Any
 
 from dflash_agent import runtime
 from dflash_agent.findings import Finding
-from dflash_agent.runfile import ConfigError, RunFile, load
+from dflash_agent.runfile import STATE_DIR, ConfigError, RunFile, load
 
 PRIVATE_DIRS = (Path("/tmp"), Path("/var/tmp"))
 MASTER_BYTES = 12  # a parameter of a checkpoint's state: float32 master and AdamW's two moments
@@ -32,7 +32,7 @@ def check_run(run: RunFile) -> Iterator[Finding]:
         )
     yield from check_target(Path(run.target.model))
     yield from check_data(Path(run.data.dir))
-    output = list(check_output(Path(run.output.dir)))
+    output = list(check_output(Path(run.output.dir), made_by_unit=STATE_DIR / run.name))
     yield from output
     if all(finding.severity == "ok" for finding in output):
         yield from check_space(run)
@@ -150,8 +150,11 @@ def check_data(directory: Path) -> Iterator[Finding]:
         yield Finding("data", "ok", f"data {directory}: {_size(sum(sizes))} in {len(sizes)} files")
 
 
-def check_output(directory: Path) -> Iterator[Finding]:
-    """A directory that can be written, or made."""
+def check_output(directory: Path, made_by_unit: Path | None = None) -> Iterator[Finding]:
+    """A directory that can be written, or made; the unit itself makes `made_by_unit` (StateDirectory=)."""
+    if directory == made_by_unit and not directory.exists():
+        yield Finding("output", "ok", f"output {directory}: is made at the first start")
+        return
     existing = directory
     try:
         while not existing.exists():

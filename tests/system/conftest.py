@@ -16,26 +16,32 @@ from .node import DATA, TARGET, install
 @pytest.fixture(scope="session")
 def repository() -> Path:
     """The packages as an apt repository, built if anything in them has changed."""
-    if os.geteuid() != 0:
-        pytest.skip("only root can boot a container")
     if shutil.which("apt-get") is None:
         pytest.skip("the packages are built on Debian")
     return build()
 
 
 @pytest.fixture(scope="session")
-def node(repository: Path) -> Iterator[Machine]:
+def as_root() -> None:
+    """Only root can boot a container."""
+    if os.geteuid() != 0:
+        pytest.skip("booting a container needs root")
+
+
+@pytest.fixture(scope="session")
+def node(as_root: None, repository: Path) -> Iterator[Machine]:
     """What most tests share: they make runs of their own in it and leave packages and runtime as they are."""
     with booted(repository, {}) as machine:
         install(machine, "dflash", "dflash-wheelhouse-cpu")
         machine.run("systemctl", "start", "dflash-runtime")
         make_target(machine.path(TARGET))
         make_dataset(machine.path(DATA))
+        machine.run("chmod", "--recursive", "a+rX", TARGET)  # transformers writes weights for their owner only
         yield machine
 
 
 @pytest.fixture
-def bare_node(repository: Path) -> Iterator[Machine]:
+def bare_node(as_root: None, repository: Path) -> Iterator[Machine]:
     """A container of one test's own, without the packages."""
     with booted(repository, {}) as machine:
         yield machine

@@ -26,16 +26,27 @@ TINY: dict[str, object] = {
 
 
 def install(node: Machine, *packages: str) -> CompletedProcess[str]:
-    """apt install, as on a node without a terminal."""
+    """Installs packages from the local repository."""
     node.run("apt-get", "-qq", "update")
-    return node.run("env", "DEBIAN_FRONTEND=noninteractive", "apt-get", "--yes", "install", *packages)
+    return apt(node, "install", *packages)
+
+
+def apt(node: Machine, *words: str) -> CompletedProcess[str]:
+    """apt-get, without questions."""
+    return node.run("env", "DEBIAN_FRONTEND=noninteractive", "apt-get", "--yes", *words)
 
 
 def make_run(node: Machine, name: str, **changes: object) -> str:
     """A run that takes seconds, made with dflashctl; keyword arguments add or replace flags. Its unit."""
     flags = TINY | {flag.replace("_", "-"): value for flag, value in changes.items()}
-    node.run("dflashctl", "new", name, *(word for flag, value in flags.items() for word in (f"--{flag}", str(value))))
+    words = [word for flag, value in flags.items() for word in (f"--{flag}", str(value))]
+    node.run("dflashctl", "new", name, *words)
     return f"dflash-train@{name}.service"
+
+
+def start(node: Machine, unit: str) -> None:
+    """Starts a unit, or fails the test with what its journal says."""
+    assert node.run("systemctl", "start", unit, check=False).returncode == 0, journal(node, unit)
 
 
 def show(node: Machine, unit: str, name: str) -> str:

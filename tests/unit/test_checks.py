@@ -84,6 +84,7 @@ def test_data_files_that_are_named_must_be_there(dataset_dir: Path, tmp_path: Pa
 
 def test_an_output_that_can_be_made_is_fine_and_one_below_a_file_is_not(tmp_path: Path) -> None:
     assert codes(check_output(tmp_path / "a" / "b")) == [("output", "ok")]
+    assert codes(check_output(tmp_path / "made", made_by_unit=tmp_path / "made")) == [("output", "ok")]
     (tmp_path / "file").write_text("")
     assert codes(check_output(tmp_path / "file" / "b")) == [("output-unwritable", "refuse")]
     assert not (tmp_path / "a").exists()

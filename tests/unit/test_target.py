@@ -51,6 +51,9 @@ def test_padding_at_the_end_does_not_change_the_states_of_real_tokens(target_dir
 
 
 def test_a_missing_or_damaged_target_is_refused_in_one_line(tmp_path: Path) -> None:
+    with pytest.raises(CannotStart, match=r"has no config\.json"):
+        read_config(tmp_path)
+    (tmp_path / "config.json").write_text("{")
     with pytest.raises(CannotStart, match=r"config\.json cannot be read"):
         read_config(tmp_path)
     directory = make_target(tmp_path / "t")

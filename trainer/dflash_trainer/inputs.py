@@ -148,7 +148,8 @@ def check(run: RunFile) -> Iterable[Finding]:
         return
     store = inputs.store
     skipped = sum(store.skipped.values())
-    yield Finding("data-unreadable", "warn" if skipped else "ok", f"data {run.data.dir}: {store.summary()}")
+    text = f"data {run.data.dir}: {store.summary()}"
+    yield Finding("data-unreadable", "warn", text) if skipped else Finding("data", "ok", text)
     sizes = inputs.drafter
     yield Finding(
         "config",

@@ -48,6 +48,8 @@ def read_config(directory: Path) -> Any:
     """The text part of the target's transformers configuration. Raises CannotStart if there is none."""
     from transformers import AutoConfig
 
+    if not (directory / "config.json").is_file():  # else transformers takes the path for a name on a hub
+        raise CannotStart(f"target {directory} has no config.json; give a Hugging Face model directory")
     try:
         return AutoConfig.from_pretrained(directory, local_files_only=True).get_text_config()
     except (OSError, ValueError, KeyError) as error:
