@@ -116,7 +116,8 @@ def booted(repository: Path, binds: Mapping[Path, Path]) -> Iterator[Machine]:
     `binds`: directories of this host and where they are in the container, writable.
     """
     tree = base_tree()
-    with tempfile.TemporaryDirectory(prefix="dflash-node-", dir=cache_dir(), ignore_cleanup_errors=True) as scratch:
+    prefix = f"node-{os.getpid()}-"
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=cache_dir(), ignore_cleanup_errors=True) as scratch:
         root, console = Path(scratch) / "root", Path(scratch) / "console.log"
         root.mkdir()
         size = str(MEMORY) if free_memory() > MEMORY else ""

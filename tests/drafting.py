@@ -1,10 +1,11 @@
 """Targets whose text wanders, and drafters that guess some of it: what acceptance lengths are tested with."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from dflash_trainer.drafter import Drafter, DrafterConfig, spaced_layer_ids
 from dflash_trainer.loader import Cutter
@@ -19,6 +20,15 @@ CPU = torch.device("cpu")
 VOCABULARY, MASK_TOKEN = 64, 63
 END_TOKEN = 2
 PROMPTS = [[5, 9, 20], [33, 8, 41, 17, 3, 60], [12] * 4, [50, 2, 50, 2], list(range(20, 40)), [44]]
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """These models are too small for more."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def wandering_target(directory: Path, model_type: str) -> Path:
@@ -47,6 +57,8 @@ def wandering_target(directory: Path, model_type: str) -> Path:
             "linear_value_head_dim": 8,
             "layer_types": ["linear_attention", "linear_attention", "full_attention"] * 2,
         }
+    if model_type == "mistral":
+        sizes |= {"sliding_window": 8}
     torch.manual_seed(3)
     model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(model_type, **sizes))
     for parameter in model.parameters():

@@ -22,16 +22,17 @@ def repository() -> Path:
 
 
 @pytest.fixture(scope="session")
-def as_root() -> None:
-    """Only root can boot a container."""
+def bootable(repository: Path) -> Path:
+    """The repository, where a container can be booted."""
     if os.geteuid() != 0:
         pytest.skip("booting a container needs root")
+    return repository
 
 
 @pytest.fixture(scope="session")
-def node(as_root: None, repository: Path) -> Iterator[Machine]:
+def node(bootable: Path) -> Iterator[Machine]:
     """What most tests share: they make runs of their own in it and leave packages and runtime as they are."""
-    with booted(repository, {}) as machine:
+    with booted(bootable, {}) as machine:
         install(machine, "dflash", "dflash-wheelhouse-cpu")
         machine.run("systemctl", "start", "dflash-runtime")
         make_target(machine.path(TARGET))
@@ -41,7 +42,7 @@ def node(as_root: None, repository: Path) -> Iterator[Machine]:
 
 
 @pytest.fixture
-def bare_node(as_root: None, repository: Path) -> Iterator[Machine]:
+def bare_node(bootable: Path) -> Iterator[Machine]:
     """A container of one test's own, without the packages."""
-    with booted(repository, {}) as machine:
+    with booted(bootable, {}) as machine:
         yield machine

@@ -1,5 +1,6 @@
 """The demo as a person runs it, in a container of its own."""
 
+import contextlib
 import json
 import os
 import signal
@@ -9,28 +10,39 @@ from pathlib import Path
 import pytest
 from packages import ROOT, cache_dir
 
-pytestmark = pytest.mark.usefixtures("as_root", "repository")
+pytestmark = pytest.mark.usefixtures("bootable")
 DEMO = [str(ROOT / "packaging" / "demo"), "--container"]
 
 
-def containers() -> set[str]:
-    """What a container that was not cleaned up would leave: its directory, its processes."""
-    found = {str(path) for path in cache_dir().glob("dflash-node-*")}
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            words = (process / "cmdline").read_bytes().split(b"\0")
-        except OSError:
-            continue  # it has just ended
-        if words[0] == b"systemd-nspawn":
-            found.add(process.name)
+def demo(steps: int) -> "subprocess.Popen[str]":
+    """The demo, started as from a shell of its own."""
+    return subprocess.Popen(
+        [*DEMO, "--steps", str(steps)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def left_behind(process: "subprocess.Popen[str]") -> list[str]:
+    """What a container that was not cleaned up would leave: its directory, or processes that name it."""
+    name = f"node-{process.pid}-"
+    found = [str(path) for path in cache_dir().glob(f"{name}*")]
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # a process that has just ended
+            words = file.read_bytes().decode(errors="replace")
+            found += [words] if name in words else []
     return found
 
 
 def test_demo_trains_a_drafter_and_leaves_nothing_else() -> None:
-    before = containers()
-    done = subprocess.run([*DEMO, "--steps", "6"], stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    *_, loss, rate, checkpoint, further = done.stdout.splitlines()
+    process = demo(steps=6)
+    said, _ = process.communicate()
+    assert process.returncode == 0, said
+    assert "\nready: " in said  # what `dflashctl verify` ends with
+    *_, loss, rate, checkpoint, further = said.splitlines()
     assert loss.startswith("loss: ")
     assert rate.startswith("tokens per second: ")
     assert further.startswith("look further: ")
@@ -39,26 +51,18 @@ def test_demo_trains_a_drafter_and_leaves_nothing_else() -> None:
     rows = [json.loads(line) for line in (directory.parents[1] / "metrics.jsonl").read_text().splitlines()]
     losses = [row["loss"] for row in rows if "loss" in row]
     assert losses[-1] < losses[0]
-    assert containers() == before
+    assert left_behind(process) == []
 
 
 def test_interrupted_demo_saves_and_leaves_nothing() -> None:
-    before = containers()
-    demo = subprocess.Popen(
-        [*DEMO, "--steps", "5000"],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    assert demo.stdout is not None
-    said = []
-    for line in demo.stdout:
-        said.append(line)
+    process = demo(steps=5000)
+    assert process.stdout is not None
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
         if line.startswith("step 1/"):
-            os.killpg(demo.pid, signal.SIGINT)  # as a terminal does on Ctrl-C
-    text = "".join(said)
-    assert demo.wait() == 130, text
-    assert "stopped at step" in text
-    assert containers() == before
+            os.killpg(process.pid, signal.SIGINT)  # as a terminal does on Ctrl-C
+    said = "".join(lines)
+    assert process.wait() == 130, said
+    assert "stopped at step" in said
+    assert left_behind(process) == []

@@ -63,9 +63,8 @@ def test_killed_twice_it_resumes_with_back_off_and_ends_with_the_same_drafter_bi
         wait_for(lambda: show(node, unit, "ActiveState") == "active", 120, "the restart to take a step")
     wait_until_done(node, unit)
     assert show(node, unit, "Result") == "success"
-    assert show(node, unit, "NRestarts") == "2"
     told = journal(node, unit)
-    assert "resuming from" in told
+    assert told.count("resuming from") == 2
     assert "restart 2: waiting 5 s" in told
     assert drafter_hash(node, "broken") == drafter_hash(node, "unbroken")
     unbroken_loss, loss = (outputs.last_metrics(output_of(node, name)) for name in ("unbroken", "broken"))
@@ -75,7 +74,7 @@ def test_killed_twice_it_resumes_with_back_off_and_ends_with_the_same_drafter_bi
 
 
 def test_stop_saves_a_checkpoint_and_the_next_start_goes_on_from_it(node: Machine) -> None:
-    unit = make_run(node, "stopped", max_steps=100000, epochs=3000, save_interval=100000)
+    unit = make_run(node, "stopped", max_steps=5000, save_interval=5000)
     node.run("systemctl", "start", unit)
     node.run("systemctl", "stop", unit)
     assert show(node, unit, "Result") == "success"
@@ -86,7 +85,7 @@ def test_stop_saves_a_checkpoint_and_the_next_start_goes_on_from_it(node: Machin
     status = json.loads(node.run("dflashctl", "status", "stopped", "--json").stdout)[0]
     assert status["state"] == "training"
     assert status["step"] > step
-    assert status["total_steps"] == 100000
+    assert status["total_steps"] == 5000
     table = node.run("dflashctl", "status").stdout
     assert "stopped" in table
     assert f"step-{step:08}" in table

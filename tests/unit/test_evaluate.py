@@ -2,7 +2,6 @@
 
 import argparse
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,17 +18,12 @@ from drafting import (
     PROMPTS,
     add_tokenizer,
     drafter_config,
+    one_thread,  # noqa: F401
     trained_drafter,
     wandering_target,
 )
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the models are too small for more
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

@@ -65,15 +65,15 @@ def train(run: RunFile, fresh: bool = False) -> None:
             result = trainer.step(step, tapped)
             notify.watchdog()
             meter.add(tapped.batch.tokens, result)
-            if step == first + 1:
-                notify.ready()
-                log(f"training: step {step} of {total} is done", event="training", step=step)
             if step % run.output.log_interval == 0 or step in (first + 1, total):
                 row = meter.take(step, total, tapped.batch.epoch)
                 text = status_line(step, total, row["loss"], row["tokens_per_s"], row["eta_s"])
                 notify.status(text)
                 log(text, event="step", **row)
                 metrics.row(row | {"stages": line.stage_seconds()})
+            if step == first + 1:
+                notify.ready()
+                log(f"training: the first step, {step} of {total}, is done", event="training", step=step)
             progress.advance_to(step, result.loss)
             if step == total or stop.requested:
                 break

@@ -15,6 +15,8 @@ def whole_directory(final: Path) -> Iterator[Path]:
     crash left is removed the next time. Files become readable for all. Raises OSError.
     """
     unfinished, replaced = (final.with_name(f".{final.name}.{state}") for state in ("writing", "replaced"))
+    if replaced.exists() and not final.exists():  # a crash between the two renames below
+        replaced.rename(final)
     for leftover in (unfinished, replaced):
         shutil.rmtree(leftover, ignore_errors=True)
     unfinished.mkdir(parents=True)
