@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from packages import BuildFailed, apt_install, cache_dir, run, say
+from packages import BuildFailed, apt_install, cache_dir, locked, run, say
 
 SUITE = "bookworm"
 INCLUDED = (
@@ -37,6 +37,7 @@ HOST_NEEDS = ("mmdebstrap", "systemd-container", "util-linux")
 BOOT_SECONDS = 120
 STOP_SECONDS = 60
 REPOSITORY = "/srv/dflash-packages"
+BOOTED_WITH_SYSTEMD = Path("/run/systemd/system").is_dir()  # sd_booted(3)
 MEMORY = 10 << 30  # bytes that must be free for a container to lie in memory; it takes half of it
 
 # The file system is mounted where only this process and the container see it, so that it ends with them.
@@ -97,12 +98,13 @@ def base_tree() -> Path:
     ]
     key = hashlib.sha256("\n".join(recipe).encode()).hexdigest()[:12]
     tree = cache_dir() / "trees" / f"{SUITE}-{key}.tar"
-    if not tree.exists():
-        say(f"making a Debian tree ({SUITE})")
-        tree.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = tree.with_name(f".{tree.name}")
-        run(["mmdebstrap", *recipe, str(unfinished)])
-        unfinished.rename(tree)
+    with locked("trees"):
+        if not tree.exists():
+            say(f"making a Debian tree ({SUITE})")
+            tree.parent.mkdir(parents=True, exist_ok=True)
+            unfinished = tree.with_name(f".{tree.name}")
+            run(["mmdebstrap", *recipe, str(unfinished)])
+            unfinished.rename(tree)
     return tree
 
 
@@ -126,7 +128,8 @@ def booted(repository: Path, binds: Mapping[Path, Path]) -> Iterator[Machine]:
                 [
                     *("setpriv", "--pdeathsig", "TERM", "unshare", "--mount"),
                     *("sh", "-c", START, "start", str(root), str(tree), size),
-                    *("--boot", "--register=no", "--keep-unit", "--private-network", "--hostname=node"),
+                    *("--boot", "--register=no", "--private-network", "--hostname=node"),
+                    *(() if BOOTED_WITH_SYSTEMD else ("--keep-unit",)),  # no manager to make a scope for it
                     *("--console=pipe", "--resolv-conf=off", f"--bind-ro={repository}:{REPOSITORY}"),
                     *(f"--bind={outside}:{inside}" for outside, inside in binds.items()),
                 ],

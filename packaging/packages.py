@@ -1,5 +1,7 @@
 """Builds the Debian packages and a local apt repository of them, in the user's cache; only if something changed."""
 
+import contextlib
+import fcntl
 import hashlib
 import os
 import shutil
@@ -86,17 +88,27 @@ def run(command: list[str], **options: object) -> None:
         raise BuildFailed(f"`{' '.join(command[:4])} …` failed with exit code {done.returncode}; see above")
 
 
+@contextlib.contextmanager
+def locked(name: str) -> Iterator[None]:
+    """Only one process at a time makes the thing of that name in the cache."""
+    cache_dir().mkdir(parents=True, exist_ok=True)
+    with (cache_dir() / f".{name}.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
 def fetch_wheels() -> Path:
-    """The wheels of the CPU lock, downloaded once and checked against their hashes."""
+    """The wheels of the CPU lock, downloaded once and checked against their hashes. Raises BuildFailed."""
     lock = ROOT / "packaging" / "lock" / "cpu.txt"
     directory = cache_dir() / "wheels" / hashlib.sha256(lock.read_bytes()).hexdigest()[:16]
-    if not directory.exists():
-        say("downloading the locked wheels")
-        unfinished = directory.with_name(directory.name + ".part")
-        unfinished.mkdir(parents=True, exist_ok=True)
-        pip = [PYTHON, "-m", "pip", "--disable-pip-version-check", "download", "--no-deps", "--require-hashes"]
-        run([*pip, "--only-binary=:all:", "--dest", str(unfinished), "--requirement", str(lock)])
-        unfinished.rename(directory)
+    with locked("wheels"):
+        if not directory.exists():
+            say("downloading the locked wheels")
+            unfinished = directory.with_name(directory.name + ".part")
+            unfinished.mkdir(parents=True, exist_ok=True)
+            pip = [PYTHON, "-m", "pip", "--disable-pip-version-check", "download", "--no-deps", "--require-hashes"]
+            run([*pip, "--only-binary=:all:", "--dest", str(unfinished), "--requirement", str(lock)])
+            unfinished.rename(directory)
     return directory
 
 
@@ -113,27 +125,31 @@ def input_files() -> Iterator[Path]:
 def build() -> Path:
     """A directory with the packages and an apt repository of them. Raises BuildFailed."""
     apt_install(*BUILD_NEEDS)
-    wheels = fetch_wheels()
-    digest = hashlib.sha256(wheels.name.encode())
-    for file in input_files():
-        content = str(file.readlink()).encode() if file.is_symlink() else file.read_bytes()
-        digest.update(f"{file.relative_to(ROOT)} {file.stat().st_mode & 0o111} {len(content)}\n".encode() + content)
-    repository = cache_dir() / "packages" / digest.hexdigest()[:16]
-    if repository.exists():
+    with locked("packages"):
+        wheels = fetch_wheels()
+        digest = hashlib.sha256(wheels.name.encode())
+        for file in input_files():
+            content = str(file.readlink()).encode() if file.is_symlink() else file.read_bytes()
+            digest.update(
+                f"{file.relative_to(ROOT)} {file.stat().st_mode & 0o111} {len(content)}\n".encode() + content
+            )
+        repository = cache_dir() / "packages" / digest.hexdigest()[:16]
+        if not repository.exists():
+            say("building the packages")
+            _build(repository, wheels)
         return repository
-    say("building the packages")
+
+
+def _build(repository: Path, wheels: Path) -> None:
     with tempfile.TemporaryDirectory(prefix="dflash-build-") as scratch:
         tree = Path(scratch) / "dflash"
         for file in input_files():
             copy = tree / file.relative_to(ROOT)
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(file, copy, follow_symlinks=True)
+        environment = os.environ | {"DFLASH_WHEELHOUSE": str(wheels), "PATH": "/usr/sbin:/usr/bin:/sbin:/bin"}
         command = ["dpkg-buildpackage", "--build=binary", "--no-sign", "-Ppkg.dflash.wheelhouse"]
-        run(
-            command,
-            cwd=tree,
-            env=os.environ | {"DFLASH_WHEELHOUSE": str(wheels), "PATH": "/usr/sbin:/usr/bin:/sbin:/bin"},
-        )
+        run(command, cwd=tree, env=environment)
         unfinished = repository.with_name(repository.name + ".part")
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
@@ -145,7 +161,6 @@ def build() -> Path:
     )
     (unfinished / "Packages").write_text(index.stdout)
     unfinished.rename(repository)
-    for old in repository.parent.iterdir():  # the newest build is enough
-        if old != repository:
-            shutil.rmtree(old)
-    return repository
+    builds = sorted(repository.parent.iterdir(), key=lambda path: path.stat().st_mtime)
+    for old in builds[:-2]:  # the last but one may be in use by a container
+        shutil.rmtree(old)

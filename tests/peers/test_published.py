@@ -115,7 +115,7 @@ def test_the_acceptance_lengths_are_those_of_the_package(pair: Pair) -> None:
     for prompt in PROMPTS:
         ours = speculative_generate(pair.ours, pair.target, prompt, NEW_TOKENS, {END_TOKEN})
         assert ours.output_ids == generate(pair.target, [prompt], NEW_TOKENS, 0.0)[0]
-        assert ours.acceptance_lengths == without_caches(pair, prompt, len(ours.output_ids))
+        assert ours.acceptance_lengths == without_caches(pair, prompt, NEW_TOKENS, {END_TOKEN})
         if pair.comparable:
             assert (ours.output_ids, ours.acceptance_lengths) == pair.published_run(prompt, NEW_TOKENS, {END_TOKEN})
         seen.update(ours.acceptance_lengths)
@@ -130,7 +130,7 @@ def test_at_the_end_and_at_a_stop_token_too(pair: Pair, new_tokens: int) -> None
             stops = {END_TOKEN, stop}
             ours = speculative_generate(pair.ours, pair.target, prompt, new_tokens, stops)
             assert ours.output_ids == until_stop(whole[:new_tokens], stops)
-            assert ours.acceptance_lengths == without_caches(pair, prompt, len(ours.output_ids))
+            assert ours.acceptance_lengths == without_caches(pair, prompt, new_tokens, stops)
             if pair.comparable:
                 assert (ours.output_ids, ours.acceptance_lengths) == pair.published_run(prompt, new_tokens, stops)
 
@@ -161,16 +161,17 @@ def noise(pair: Pair, anchors: Sequence[int]) -> torch.Tensor:
 
 
 @torch.no_grad()
-def without_caches(pair: Pair, prompt: Sequence[int], new_tokens: int) -> list[int]:
+def without_caches(pair: Pair, prompt: Sequence[int], new_tokens: int, stops: set[int]) -> list[int]:
     """Acceptance lengths of the package's drafter, everything computed anew at each step."""
-    size, end = pair.ours.config.block_size, len(prompt) + new_tokens
+    end = len(prompt) + new_tokens
     tokens = [*prompt, int(pair.target(torch.tensor([prompt])).logits[0, -1].argmax())]
     lengths = []
-    while len(tokens) < end:
+    while len(tokens) < end and tokens[-1] not in stops:
         known = len(tokens) - 1
+        size = min(pair.ours.config.block_size, end - known)
         hidden = pair.theirs(
             target_hidden=tapped(pair, torch.tensor([tokens[:known]])),
-            noise_embedding=noise(pair, tokens[known:]),
+            noise_embedding=noise(pair, tokens[known:])[:, :size],
             position_ids=torch.arange(known + size)[None],
         )
         drafted = pair.target.lm_head(hidden[0, 1:]).argmax(-1).tolist()
@@ -178,6 +179,7 @@ def without_caches(pair: Pair, prompt: Sequence[int], new_tokens: int) -> list[i
         right = 0
         while right < len(drafted) and drafted[right] == choices[right]:
             right += 1
-        lengths.append(min(right + 1, end - len(tokens)))
-        tokens = (tokens + choices[: right + 1])[:end]
+        new = until_stop(choices[: right + 1], stops)[: end - len(tokens)]
+        lengths.append(len(new))
+        tokens += new
     return lengths

@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from dflash_trainer import prepare
-from dflash_trainer.errors import CannotStart
+from dflash_trainer.errors import CannotStart, TryAgain
 from dflash_trainer.store import load_store
 from dflash_trainer.target import load_causal_lm
 from drafting import (
@@ -246,6 +247,32 @@ def test_no_prompts_no_file_and_no_chat_template_are_refused(
     (untuned / "chat_template.jinja").unlink()
     with pytest.raises(CannotStart, match="no chat template"):
         run(untuned, prompts, tmp_path / "out")
+
+
+def test_another_batch_size_may_go_on(target_dir: Path, prompts: Path, tmp_path: Path) -> None:
+    run(target_dir, prompts, tmp_path / "out")
+    path, found = tmp_path / "out/completions.jsonl", rows(tmp_path / "out")
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:8]))
+    run(target_dir, prompts, tmp_path / "out", batch_size=3)
+    assert rows(tmp_path / "out") == found
+
+
+def test_a_full_disk_loses_nothing_and_says_what_to_do(target_dir: Path, prompts: Path, tmp_path: Path) -> None:
+    run(target_dir, prompts, tmp_path / "out")
+    found = rows(tmp_path / "out")
+    path = tmp_path / "out/completions.jsonl"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:8]))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 100, hard))
+    try:
+        with pytest.raises(TryAgain, match=r"out: .*File too large; mend that, and the same command goes on"):
+            run(target_dir, prompts, tmp_path / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, ignored)
+    run(target_dir, prompts, tmp_path / "out")
+    assert rows(tmp_path / "out") == found
 
 
 def test_a_damaged_completion_is_refused_by_its_line(target_dir: Path, prompts: Path, tmp_path: Path) -> None:

@@ -275,6 +275,9 @@ def test_usage_errors_name_the_flag(train_flags: Flags) -> None:
     negative = train(train_flags(block_size=-4))
     assert negative.returncode == 78
     assert "block_size" in last_line(negative)
+    last = train(train_flags(target_layer_ids="1,3"))  # of four: served after the final norm, so never trained on
+    assert last.returncode == 78
+    assert "3 cannot be tapped" in last_line(last)
 
 
 def test_a_hybrid_target_trains_too(train_flags: Flags, tmp_path: Path) -> None:

@@ -105,6 +105,7 @@ def run_check(args: argparse.Namespace) -> int:
 
 def guarded(run: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
     """run(args), with every way to fail turned into one last line and an exit code."""
+    training = run is run_train
     try:
         return run(args)
     except (runfile.ConfigError, CannotStart) as error:
@@ -116,14 +117,14 @@ def guarded(run: Callable[[argparse.Namespace], int], args: argparse.Namespace) 
     except OSError as error:
         traceback.print_exc()
         return failed(
-            f"input or output failed: {error}; the next attempt goes on from the newest checkpoint",
+            f"input or output failed: {error}{'; the next attempt goes on from the newest checkpoint' * training}",
             EXIT_TRY_AGAIN,
         )
     except Exception as error:  # noqa: BLE001 - the last line of the log has to say what it was
         traceback.print_exc()
         if is_out_of_memory(error):
             return failed(
-                f"GPU out of memory: {first_line(error)}; lower --token-budget or --max-anchors",
+                f"GPU out of memory: {first_line(error)}{'; lower --token-budget or --max-anchors' * training}",
                 EXIT_TRY_AGAIN,
             )
         return failed(f"unexpected {type(error).__name__}: {first_line(error)}; the stack is above", 1)

@@ -61,10 +61,10 @@ def drafter_config(run: RunFile, target: Any, mask_token_id: int) -> DrafterConf
     layers = int(target.num_hidden_layers)
     taps = wanted.target_layer_ids or spaced_layer_ids(layers, wanted.layers)
     for i in taps:
-        if not 0 <= i < layers:
+        if not 0 <= i < layers - 1:  # of the last layer, servers take the state after the final norm
             raise CannotStart(
-                f"target_layer_ids: the target of {wanted.layers} draft layers has {layers} layers and no "
-                f"layer {i}; use ids from 0 to {layers - 1}, or fewer draft layers"
+                f"target_layer_ids: {i} cannot be tapped; the target has {layers} layers, use ids from 0 to "
+                f"{layers - 2}"
             )
     heads = wanted.heads or int(target.num_attention_heads)
     kv_heads = wanted.kv_heads or int(target.num_key_value_heads)

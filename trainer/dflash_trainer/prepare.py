@@ -24,7 +24,7 @@ import torch
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from dflash_trainer.errors import CannotStart
+from dflash_trainer.errors import CannotStart, TryAgain
 from dflash_trainer.target import load_causal_lm, target_fingerprint
 from dflash_trainer.whole import whole_directory
 
@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Completes the prompts and writes the dataset. Raises CannotStart for bad input."""
+    """Completes the prompts and writes the dataset. Raises CannotStart for bad input, TryAgain for a full disk."""
     for name in ("max_new_tokens", "max_length", "batch_size"):
         if getattr(args, name) < 1:
             raise CannotStart(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least 1")
@@ -75,6 +75,14 @@ def run(args: argparse.Namespace) -> int:
         except KeyboardInterrupt:
             print("stopped; the same command goes on from here", file=sys.stderr)
             return 130
+        except torch.OutOfMemoryError as error:
+            raise TryAgain(
+                "GPU out of memory; the same command with a lower --batch-size goes on from here"
+            ) from error
+        except OSError as error:
+            raise TryAgain(
+                f"output {output}: {error}; mend that, and the same command goes on from here"
+            ) from error
     return 0
 
 
@@ -133,7 +141,7 @@ def _parse(line: str) -> tuple[str, list[dict[str, str]]]:
 
 
 def describe(args: argparse.Namespace, tokenizer: Any, prompts: Sequence[Prompt]) -> dict[str, Any]:
-    """Everything that the completions depend on; files and texts as their sha256."""
+    """What the completions depend on, but for rounding; files and texts as their sha256."""
     directory: Path = args.target_model
     try:
         return {
@@ -144,7 +152,6 @@ def describe(args: argparse.Namespace, tokenizer: Any, prompts: Sequence[Prompt]
             "prompts": _sha256(json.dumps([prompt.ids for prompt in prompts]).encode()),
             "max_new_tokens": args.max_new_tokens,
             "max_length": args.max_length,
-            "batch_size": args.batch_size,
             "temperature": args.temperature,
         }
     except OSError as error:
@@ -197,7 +204,8 @@ def complete(args: argparse.Namespace, prompts: Sequence[Prompt], output: Path) 
             f"room for a completion; raise --max-length to use them",
             file=sys.stderr,
         )
-    ordered = sorted(fitting, key=lambda prompt: len(prompt.ids))  # little padding
+    # Similar lengths together, for little padding; the longest first, so that want of memory shows at once.
+    ordered = sorted(fitting, key=lambda prompt: len(prompt.ids), reverse=True)
     batches = [ordered[i : i + args.batch_size] for i in range(0, len(ordered), args.batch_size)]
     with (output / COMPLETIONS_FILE).open("a+b") as file:
         completions = read_completions(file, output / COMPLETIONS_FILE)
