@@ -14,10 +14,10 @@ pytestmark = pytest.mark.usefixtures("bootable")
 DEMO = [str(ROOT / "packaging" / "demo"), "--container"]
 
 
-def demo(steps: int) -> "subprocess.Popen[str]":
+def demo(steps: int, output: Path) -> "subprocess.Popen[str]":
     """The demo, started as from a shell of its own."""
     return subprocess.Popen(
-        [*DEMO, "--steps", str(steps)],
+        [*DEMO, "--steps", str(steps), "--output", str(output)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -37,8 +37,8 @@ def left_behind(process: "subprocess.Popen[str]") -> list[str]:
     return found
 
 
-def test_demo_trains_a_drafter_and_leaves_nothing_else() -> None:
-    process = demo(steps=6)
+def test_demo_trains_a_drafter_and_leaves_nothing_else(tmp_path: Path) -> None:
+    process = demo(6, tmp_path / "output")
     said, _ = process.communicate()
     assert process.returncode == 0, said
     assert "\nready: " in said  # what `dflashctl verify` ends with
@@ -48,14 +48,15 @@ def test_demo_trains_a_drafter_and_leaves_nothing_else() -> None:
     assert further.startswith("look further: ")
     directory = Path(checkpoint.removeprefix("checkpoint: "))
     assert json.loads((directory / "drafter" / "config.json").read_text())["architectures"] == ["DFlashDraftModel"]
-    rows = [json.loads(line) for line in (directory.parents[1] / "metrics.jsonl").read_text().splitlines()]
+    assert directory.parents[1] == tmp_path / "output"
+    rows = [json.loads(line) for line in (tmp_path / "output/metrics.jsonl").read_text().splitlines()]
     losses = [row["loss"] for row in rows if "loss" in row]
     assert losses[-1] < losses[0]
     assert left_behind(process) == []
 
 
-def test_interrupted_demo_saves_and_leaves_nothing() -> None:
-    process = demo(steps=5000)
+def test_interrupted_demo_saves_and_leaves_nothing(tmp_path: Path) -> None:
+    process = demo(5000, tmp_path / "output")
     assert process.stdout is not None
     lines = []
     for line in process.stdout:
