@@ -97,13 +97,13 @@ def locked(name: str) -> Iterator[None]:
         yield
 
 
-def fetch_wheels() -> Path:
-    """The wheels of the CPU lock, downloaded once and checked against their hashes. Raises BuildFailed."""
-    lock = ROOT / "packaging" / "lock" / "cpu.txt"
+def fetch_wheels(name: str = "cpu") -> Path:
+    """The wheels of a lock, downloaded once and checked against their hashes. Raises BuildFailed."""
+    lock = ROOT / "packaging" / "lock" / f"{name}.txt"
     directory = cache_dir() / "wheels" / hashlib.sha256(lock.read_bytes()).hexdigest()[:16]
     with locked("wheels"):
         if not directory.exists():
-            say("downloading the locked wheels")
+            say(f"downloading the locked wheels ({name})")
             unfinished = directory.with_name(directory.name + ".part")
             unfinished.mkdir(parents=True, exist_ok=True)
             pip = [PYTHON, "-m", "pip", "--disable-pip-version-check", "download", "--no-deps", "--require-hashes"]
@@ -126,7 +126,7 @@ def build() -> Path:
     """A directory with the packages and an apt repository of them. Raises BuildFailed."""
     apt_install(*BUILD_NEEDS)
     with locked("packages"):
-        wheels = fetch_wheels()
+        wheels, (binding,) = fetch_wheels(), fetch_wheels("agent").glob("nvidia_ml_py-*.whl")
         digest = hashlib.sha256(wheels.name.encode())
         for file in input_files():
             content = str(file.readlink()).encode() if file.is_symlink() else file.read_bytes()
@@ -136,18 +136,22 @@ def build() -> Path:
         repository = cache_dir() / "packages" / digest.hexdigest()[:16]
         if not repository.exists():
             say("building the packages")
-            _build(repository, wheels)
+            _build(repository, wheels, binding)
         return repository
 
 
-def _build(repository: Path, wheels: Path) -> None:
+def _build(repository: Path, wheels: Path, binding: Path) -> None:
     with tempfile.TemporaryDirectory(prefix="dflash-build-") as scratch:
         tree = Path(scratch) / "dflash"
         for file in input_files():
             copy = tree / file.relative_to(ROOT)
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(file, copy, follow_symlinks=True)
-        environment = os.environ | {"DFLASH_WHEELHOUSE": str(wheels), "PATH": "/usr/sbin:/usr/bin:/sbin:/bin"}
+        environment = os.environ | {
+            "DFLASH_NVML_WHEEL": str(binding),
+            "DFLASH_WHEELHOUSE": str(wheels),
+            "PATH": "/usr/sbin:/usr/bin:/sbin:/bin",
+        }
         command = ["dpkg-buildpackage", "--build=binary", "--no-sign", "-Ppkg.dflash.wheelhouse"]
         run(command, cwd=tree, env=environment)
         unfinished = repository.with_name(repository.name + ".part")

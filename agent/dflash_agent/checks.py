@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import struct
+import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -17,8 +18,11 @@ from typing import Any
 from dflash_agent import runtime
 from dflash_agent.findings import Finding
 from dflash_agent.runfile import STATE_DIR, ConfigError, RunFile, load
+from dflash_agent.words import size
 
 PRIVATE_DIRS = (Path("/tmp"), Path("/var/tmp"))
+USER = "dflash"
+DEADLINE = 600  # seconds for reading the whole data set
 MASTER_BYTES = 12  # a parameter of a checkpoint's state: float32 master and AdamW's two moments
 EXPORT_BYTES = 4  # and of its export, at most
 
@@ -90,9 +94,9 @@ def check_target(directory: Path) -> Iterator[Finding]:
             "evaluation needs it, and so does choosing a mask token",
         )
     if not damaged:
-        size = sum((directory / name).stat().st_size for name in shards)
+        whole = sum((directory / name).stat().st_size for name in shards)
         yield Finding(
-            "target", "ok", f"target {directory}: {config.get('model_type')}, {_size(size)} in {len(shards)} files"
+            "target", "ok", f"target {directory}: {config.get('model_type')}, {size(whole)} in {len(shards)} files"
         )
 
 
@@ -147,7 +151,7 @@ def check_data(directory: Path) -> Iterator[Finding]:
             "make it readable for user dflash, or copy it again",
         )
     else:
-        yield Finding("data", "ok", f"data {directory}: {_size(sum(sizes))} in {len(sizes)} files")
+        yield Finding("data", "ok", f"data {directory}: {size(sum(sizes))} in {len(sizes)} files")
 
 
 def check_output(directory: Path, made_by_unit: Path | None = None) -> Iterator[Finding]:
@@ -190,7 +194,7 @@ def check_space(run: RunFile) -> Iterator[Finding]:
     existing = next(path for path in (directory, *directory.parents) if path.exists())
     free = shutil.disk_usage(existing).free
     wanted = one * (run.output.keep_last + 1)
-    text = f"{_size(free)} free at {existing}; a checkpoint takes about {_size(one)}"
+    text = f"{size(free)} free at {existing}; a checkpoint takes about {size(one)}"
     if free < 2 * one:
         yield Finding("disk-space", "refuse", text, "free space, or choose another output directory")
     elif free < wanted:
@@ -243,17 +247,35 @@ def _user() -> str:
         return str(os.geteuid())
 
 
-def _size(count: float) -> str:
-    """Bytes for people.
-
-    >>> _size(17_000_000_000), _size(512)
-    ('15.8 GiB', '512 B')
-    """
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.1f} {unit}" if unit != "B" else f"{count:.0f} B"
-        count /= 1024
-    return f"{count:.1f} TiB"
+def findings_of(command: list[str]) -> Iterator[Finding]:
+    """The findings that a command prints as JSON lines, run as the user that trains if we may."""
+    user = {"user": USER, "group": USER, "extra_groups": []} if os.geteuid() == 0 else {}
+    try:
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE,
+            cwd="/",
+            check=False,
+            **user,  # type: ignore[call-overload]
+        )
+    except subprocess.TimeoutExpired:
+        yield Finding("config", "warn", f"the check took longer than {DEADLINE} s and was ended")
+        return
+    except (OSError, KeyError, LookupError) as error:
+        yield Finding("config", "warn", f"the check could not run as user {USER}: {error}")
+        return
+    found = 0
+    for line in done.stdout.splitlines():
+        try:
+            yield Finding(**json.loads(line))
+            found += 1
+        except (ValueError, TypeError):
+            continue
+    if not found:
+        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        yield Finding("config", "refuse", last)
 
 
 def main(arguments: list[str]) -> int:

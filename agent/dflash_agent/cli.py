@@ -1,24 +1,22 @@
 """The command dflashctl: makes and checks runs, shows them, and keeps the trainer's runtime."""
 
 import argparse
-import json
 import os
 import pwd
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from dflash_agent import __version__, manager, outputs, runfile, runtime, status
-from dflash_agent.checks import check_run
+from dflash_agent import __version__, manager, outputs, preflight, report, runfile, runtime, status
+from dflash_agent.checks import USER, check_run, findings_of
+from dflash_agent.config import load_config
 from dflash_agent.findings import Finding
 from dflash_agent.runfile import ConfigError
+from dflash_agent.verdict import take_snapshot
 
-USER = "dflash"
 EXIT_FAILED = 1
 EXIT_REFUSED = 78
-CHECK_DEADLINE = 600  # seconds for reading the whole data set
 
 
 class Refused(Exception):
@@ -44,10 +42,10 @@ def main(arguments: list[str] | None = None) -> int:
             file=sys.stderr,
         )
         return EXIT_REFUSED
+    except BrokenPipeError:
+        return EXIT_FAILED
     except OSError as error:
         print(f"dflashctl: {error}", file=sys.stderr)
-        return EXIT_FAILED
-    except BrokenPipeError:
         return EXIT_FAILED
 
 
@@ -66,6 +64,13 @@ def build_parser() -> argparse.ArgumentParser:
     verify = commands.add_parser("verify", help="check a run, a line a check; starts nothing")
     verify.add_argument("name", metavar="NAME")
     verify.set_defaults(run=run_verify)
+
+    check = commands.add_parser(
+        "check", help="show the GPUs and who holds them; exit 0 if they are clean, else 1"
+    )
+    check.add_argument("name", metavar="NAME", nargs="?", help="judge them for this run")
+    check.add_argument("--json", action="store_true", help="for programs")
+    check.set_defaults(run=run_check)
 
     show = commands.add_parser("status", help="show runs: state, step, loss, rate, checkpoint, attempts")
     show.add_argument("name", metavar="NAME", nargs="?")
@@ -124,8 +129,17 @@ def run_verify(args: argparse.Namespace) -> int:
     for finding in (*quick_checks(run, path), *deep_checks(path)):
         refused |= finding.severity == "refuse"
         print(finding.line(), flush=True)
-    print("the run would be refused" if refused else f"ready: systemctl start dflash-train@{args.name}")
-    return EXIT_REFUSED if refused else 0
+    choice = preflight.judge_run(run, take_snapshot(load_config()))
+    for finding in choice.findings:
+        print(finding.line(), flush=True)
+    if refused or choice.hopeless or (choice.refusals and run.preflight.on_dirty == "fail"):
+        print("the run would be refused")
+        return EXIT_REFUSED
+    if choice.refusals:
+        print(f"a start would wait up to {run.preflight.wait} for clean GPUs, and try again later")
+        return EXIT_FAILED
+    print(f"ready: systemctl start dflash-train@{args.name}")
+    return 0
 
 
 def quick_checks(run: runfile.RunFile, path: Path) -> Iterator[Finding]:
@@ -135,7 +149,7 @@ def quick_checks(run: runfile.RunFile, path: Path) -> Iterator[Finding]:
             yield Finding("config", "warn", f"not root: the files are checked with your rights, not {USER}'s")
         yield from check_run(run)
         return
-    yield from _findings([runtime.PYTHON, "-m", "dflash_agent.checks", str(path)])
+    yield from findings_of([runtime.PYTHON, "-m", "dflash_agent.checks", str(path)])
 
 
 def deep_checks(path: Path) -> Iterator[Finding]:
@@ -143,40 +157,9 @@ def deep_checks(path: Path) -> Iterator[Finding]:
     current = runtime.current()
     if current is None:
         return
-    yield from _findings(
+    yield from findings_of(
         [str(current / "bin" / "python"), "-m", "dflash_trainer", "check", "--json", "--run-file", str(path)]
     )
-
-
-def _findings(command: list[str]) -> Iterator[Finding]:
-    """The findings that a command prints as JSON lines, run as the user that trains if we may."""
-    user = {"user": USER, "group": USER, "extra_groups": []} if os.geteuid() == 0 else {}
-    try:
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            timeout=CHECK_DEADLINE,
-            cwd="/",
-            check=False,
-            **user,  # type: ignore[call-overload]
-        )
-    except subprocess.TimeoutExpired:
-        yield Finding("config", "warn", f"the check took longer than {CHECK_DEADLINE} s and was ended")
-        return
-    except (OSError, KeyError, LookupError) as error:
-        yield Finding("config", "warn", f"the check could not run as user {USER}: {error}")
-        return
-    found = 0
-    for line in done.stdout.splitlines():
-        try:
-            yield Finding(**json.loads(line))
-            found += 1
-        except (ValueError, TypeError):
-            continue
-    if not found:
-        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        yield Finding("config", "refuse", last)
 
 
 def run_status(args: argparse.Namespace) -> int:
@@ -196,12 +179,22 @@ def run_status(args: argparse.Namespace) -> int:
     return 0
 
 
+def run_check(args: argparse.Namespace) -> int:
+    """`dflashctl check [NAME]`."""
+    run = runfile.load(runfile.path_of(args.name)) if args.name else None
+    snapshot = take_snapshot(load_config())
+    findings = report.node_findings(snapshot) if run is None else list(preflight.judge_run(run, snapshot).findings)
+    colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    print(report.as_json(snapshot, findings) if args.json else report.table(snapshot, findings, colour))
+    return EXIT_FAILED if any(finding.severity == "refuse" for finding in findings) else 0
+
+
 def run_fresh(args: argparse.Namespace) -> int:
     """`dflashctl fresh NAME`."""
     run = runfile.load(runfile.path_of(args.name))
     need_root()
     try:
-        state = manager.unit_state(args.name).active
+        state = manager.unit_state(manager.unit_of(args.name)).active
     except manager.ManagerAway as error:
         raise Refused(f"systemd cannot be asked whether {args.name} is running ({error})") from error
     if state not in ("inactive", "failed"):

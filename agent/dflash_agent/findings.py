@@ -14,6 +14,8 @@ class Finding:
     severity: Severity
     text: str
     hint: str = ""
+    gpu: str = ""  # UUID of the GPU that it is about
+    pid: int = 0  # of the process that it is about
 
     def line(self) -> str:
         """For people: severity, code, text and hint on one line."""

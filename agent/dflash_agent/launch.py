@@ -1,23 +1,16 @@
-"""The ExecStart of dflash-train@.service: waits out a back-off, checks the run, and becomes the trainer.
+"""The ExecStart of dflash-train@.service: acts on the preflight's verdict, and becomes the trainer.
 
-A refusal is exit 78, which the unit does not restart (RestartPreventExitStatus= does not look at ExecStartPre,
-so the checks are here). SIGTERM ends it at once.
+A refusal is exit 78, which the unit does not restart, or 75, which it does. SIGTERM ends it at once.
 """
 
 import os
 import sys
-import time
-from pathlib import Path
 
-from dflash_agent import manager, runtime
-from dflash_agent.checks import check_run
+from dflash_agent import leases, preflight, runtime
 from dflash_agent.findings import Finding
-from dflash_agent.runfile import ConfigError, load, path_of
-
-EXIT_CANNOT_START = 78
-RESTART_SECONDS = 5  # RestartSec= of the unit
-LONGEST_WAIT = 600  # seconds
-IDENTIFIER = "dflash-train"
+from dflash_agent.journal import notify, say
+from dflash_agent.preflight import EXIT_CANNOT_START, EXIT_RETRY, Verdict
+from dflash_agent.runfile import ConfigError, path_of
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -27,63 +20,52 @@ def main(arguments: list[str] | None = None) -> int:
         print("usage: launch NAME", file=sys.stderr)
         return 2
     name = words[0]
-    back_off(name)
     try:
         path = path_of(name)
-        refusals = [finding for finding in report(name, path) if finding.severity == "refuse"]
     except ConfigError as error:
-        refusals = [Finding("config", "refuse", str(error))]
-    if refusals:
-        notify("STATUS=" + refusals[0].line())
-        for finding in reversed(refusals):  # the first one last: it is what `systemctl status` ends with
-            say(name, finding.line(), priority=3, DFLASH_EVENT="refused", DFLASH_CODE=finding.code)
-        return EXIT_CANNOT_START
+        return refuse(name, EXIT_CANNOT_START, (Finding("config", "refuse", str(error)),))
+    verdict = preflight.read(name)
+    if verdict is None or verdict.invocation != os.environ.get("INVOCATION_ID", ""):
+        text = "there was no preflight for this start"
+        hint = f"a run is started with: systemctl start dflash-train@{name}"
+        return refuse(name, EXIT_CANNOT_START, (Finding("config", "refuse", text, hint),))
+    if verdict.exit_code:
+        return refuse(name, verdict.exit_code, verdict.findings)
+    kept = leases.kept_here(os.environ)
+    for descriptor in kept.values():  # systemd has its own; a child of the trainer must not keep one
+        os.close(descriptor)
+    missing = [uuid for uuid in verdict.gpus if uuid not in kept]
+    if missing:
+        finding = Finding("gpu-leased", "refuse", f"the lease of {', '.join(missing)} was lost")
+        return refuse(name, EXIT_RETRY, (finding,))
     directory = runtime.current()
-    assert directory is not None  # check_runtime has seen it
+    if directory is None:  # removed since the checks
+        finding = Finding("runtime-missing", "refuse", "the runtime is gone", "sudo dflashctl runtime install")
+        return refuse(name, EXIT_CANNOT_START, (finding,))
     python = directory / "bin" / "python"
     notify("STATUS=starting the trainer")
     command = [str(python), "-m", "dflash_trainer", "train", "--run-file", str(path)]
-    return os.execve(python, command, environment(dict(os.environ)))
+    return os.execve(python, command, environment(dict(os.environ), verdict))
 
 
-def back_off(name: str) -> None:
-    """Waits 5, 10, 20, … up to 600 s before an automatic restart, the unit's own 5 s included."""
-    try:
-        restarts: int = manager.unit_state(name).restarts
-    except manager.ManagerAway as error:
-        say(name, f"systemd cannot be asked for the number of restarts ({error}): no back-off", priority=4)
-        return
-    wait = pause(restarts)
-    if wait > 0:
-        text = f"restart {restarts}: waiting {wait} s before the next attempt"
-        notify("STATUS=" + text)
-        say(name, text, DFLASH_EVENT="back-off")
-        time.sleep(wait)
+def refuse(name: str, code: int, findings: tuple[Finding, ...]) -> int:
+    """Says why there is no start, the first reason last: it is what `systemctl status` ends with."""
+    notify("STATUS=" + findings[0].line())
+    for finding in reversed(findings):
+        fields = {"DFLASH_CODE": finding.code, "DFLASH_GPU": finding.gpu, "DFLASH_PID": str(finding.pid or "")}
+        given = {key: value for key, value in fields.items() if value}
+        say(name, finding.line(), priority=3, DFLASH_EVENT="refused", **given)
+    return code
 
 
-def pause(restarts: int) -> int:
-    """Seconds to wait before the attempt that follows so many automatic restarts.
+def environment(given: dict[str, str], verdict: Verdict) -> dict[str, str]:
+    """The trainer's environment: what the unit or an administrator's drop-in has set wins, but for the GPUs.
 
-    >>> [pause(n) for n in (0, 1, 2, 3, 4, 20)]
-    [0, 0, 5, 15, 35, 595]
+    CUDA sees the leased GPUs and no others, in the order of the bus (CUDA C++ programming guide, environment
+    variables).
     """
-    if restarts == 0:
-        return 0
-    return min(RESTART_SECONDS << min(restarts - 1, 30), LONGEST_WAIT) - RESTART_SECONDS
-
-
-def report(name: str, path: Path) -> list[Finding]:
-    """The checks of a run; warnings go to the journal. Raises ConfigError."""
-    findings = list(check_run(load(path)))
-    for finding in findings:
-        if finding.severity == "warn":
-            say(name, finding.line(), priority=4, DFLASH_EVENT="warned", DFLASH_CODE=finding.code)
-    return findings
-
-
-def environment(given: dict[str, str]) -> dict[str, str]:
-    """The trainer's environment; what the unit or an administrator's drop-in has set wins."""
     cache = given.get("CACHE_DIRECTORY", "/var/cache/dflash").split(":")[0]
+    passed = {key: value for key, value in given.items() if not key.startswith("LISTEN_")}
     return {
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
         "HF_HUB_OFFLINE": "1",
@@ -91,27 +73,9 @@ def environment(given: dict[str, str]) -> dict[str, str]:
         "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
         "TRITON_CACHE_DIR": f"{cache}/triton",
         "TORCHINDUCTOR_CACHE_DIR": f"{cache}/inductor",
-        **given,
+        **passed,
+        "CUDA_VISIBLE_DEVICES": ",".join(verdict.gpus),
     }
-
-
-def say(name: str, message: str, priority: int = 6, **fields: str) -> None:
-    """One entry in the journal, or a line where there is none."""
-    try:
-        from systemd import journal
-    except ImportError:
-        print(message, file=sys.stderr, flush=True)
-        return
-    journal.send(message, PRIORITY=str(priority), SYSLOG_IDENTIFIER=IDENTIFIER, DFLASH_RUN=name, **fields)
-
-
-def notify(state: str) -> None:
-    """sd_notify(3)."""
-    try:
-        from systemd import daemon
-    except ImportError:
-        return
-    daemon.notify(state)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
 """What systemd knows of the trainer's units, over D-Bus (org.freedesktop.systemd1(5)) through pydbus."""
 
-import time
 from dataclasses import dataclass
 from typing import Any
 
 TIMEOUT = 5  # seconds; a bus that does not answer must not hang a start
 _UNIT = "org.freedesktop.systemd1.Unit"
 _SERVICE = "org.freedesktop.systemd1.Service"
+_PROPERTIES = "org.freedesktop.DBus.Properties"
 
 
 class ManagerAway(Exception):
@@ -30,8 +30,8 @@ def unit_of(run: str) -> str:
     return f"dflash-train@{run}.service"
 
 
-def unit_state(run: str) -> UnitState:
-    """What systemd knows of a run's unit. Raises ManagerAway."""
+def unit_state(name: str) -> UnitState:
+    """What systemd knows of a unit. Raises ManagerAway."""
     try:
         from gi.repository import GLib
         from pydbus import SystemBus
@@ -40,33 +40,26 @@ def unit_state(run: str) -> UnitState:
     try:
         bus = SystemBus()
         systemd = bus.get("org.freedesktop.systemd1", timeout=TIMEOUT)
-        unit = bus.get("org.freedesktop.systemd1", systemd.LoadUnit(unit_of(run), timeout=TIMEOUT), timeout=TIMEOUT)
+        unit = bus.get("org.freedesktop.systemd1", systemd.LoadUnit(name, timeout=TIMEOUT), timeout=TIMEOUT)
         properties: dict[str, Any] = {}
-        for interface in (_UNIT, _SERVICE):
+        for interface in (_UNIT, _SERVICE) if name.endswith(".service") else (_UNIT,):
             properties |= unit[_PROPERTIES].GetAll(interface, timeout=TIMEOUT)
     except (GLib.Error, KeyError) as error:
         raise ManagerAway(" ".join(str(error).split())) from error
     return UnitState(
         active=properties["ActiveState"],
         sub=properties["SubState"],
-        result=properties["Result"],
-        status=properties["StatusText"],
-        restarts=properties["NRestarts"],
+        result=properties.get("Result", ""),
+        status=properties.get("StatusText", ""),
+        restarts=properties.get("NRestarts", 0),
         since=properties["StateChangeTimestamp"] / 1e6,
     )
 
 
-_PROPERTIES = "org.freedesktop.DBus.Properties"
-
-
-def age(since: float) -> str:
-    """How long ago a moment was, in its largest unit.
-
-    >>> age(time.time() - 7300)
-    '2 h'
-    """
-    seconds = max(0.0, time.time() - since)
-    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
-        if seconds >= size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{seconds:.0f} s"
+def is_live(name: str) -> bool:
+    """Whether a unit is in use, which is also the answer if nobody knows. A session that was left is not."""
+    try:
+        state = unit_state(name)
+    except ManagerAway:
+        return True
+    return state.active not in ("inactive", "failed") and state.sub != "abandoned"

@@ -1,7 +1,8 @@
 """The run file: one schema for the agent, the trainer, their flags and the manual.
 
-A run is a TOML file with the tables [target], [data], [output], [train] and [drafter]; each key has a flag of
-the same meaning, and flags override the file. What is unknown, of a wrong type or out of range is refused.
+A run is a TOML file with the tables [target], [data], [output], [train], [drafter] and [preflight]; each key has
+a flag of the same meaning, and flags override the file. What is unknown, of a wrong type or out of range is
+refused. [preflight] is the agent's: the trainer has no flags for it.
 """
 
 import argparse
@@ -10,7 +11,7 @@ import json
 import os
 import re
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -19,6 +20,11 @@ RUNS_DIR = Path("/etc/dflash/runs")
 STATE_DIR = Path("/var/lib/dflash/runs")
 RUN_NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,47}")
 DTYPES = ("auto", "float32", "bfloat16")
+ON_DIRTY = ("wait", "fail", "reap")
+ALL_GPUS, NO_GPUS = "auto", "none"
+_DEVICE = re.compile(r"\d{1,3}|GPU-[0-9a-fA-F-]{4,}|(?:[0-9a-fA-F]{4,8}:)?[0-9a-fA-F]{2}:[0-9a-fA-F]{2}(?:\.0)?")
+_SPAN = re.compile(r"(\d+)\s*(s|sec|min|m|h)\s*")
+_SPANS = {"s": 1, "sec": 1, "min": 60, "m": 60, "h": 3600}
 
 Check = Callable[[Any], str | None]  # None if the value is allowed, else what is
 
@@ -56,6 +62,33 @@ def _a_path_or_empty(value: str) -> str | None:
 def _layer_ids(value: tuple[int, ...]) -> str | None:
     ascending = list(value) == sorted(set(value))
     return None if ascending and all(i >= 0 for i in value) else "must be layer ids from 0 on, ascending"
+
+
+def _devices(value: str) -> str | None:
+    words = value.split(",")
+    if value in (ALL_GPUS, NO_GPUS) or all(_DEVICE.fullmatch(word) for word in words):
+        return None
+    if any(word.startswith("MIG-") for word in words):
+        return "names part of a GPU; a run needs whole ones"
+    return "must be auto, none, or indices, UUIDs (GPU-…) or bus ids (3b:00.0) with commas and no spaces"
+
+
+def _on_dirty(value: str) -> str | None:
+    return None if value in ON_DIRTY else f"must be one of {', '.join(ON_DIRTY)}"
+
+
+def _a_span(value: str) -> str | None:
+    rest = _SPAN.sub("", value)
+    return None if value.strip() and not rest.strip() else "must be a time like 90s, 2min or 1h 30min"
+
+
+def seconds(span: str) -> float:
+    """The length of a checked time like those of systemd.time(7).
+
+    >>> seconds("1h 30min"), seconds("90s")
+    (5400.0, 90.0)
+    """
+    return float(sum(int(number) * _SPANS[unit] for number, unit in _SPAN.findall(span)))
 
 
 def _key(flag: str, text: str, check: Check, default: Any = MISSING, free: bool = False) -> Any:
@@ -139,6 +172,23 @@ class Drafter:
 
 
 @dataclass(frozen=True, slots=True)
+class Preflight:
+    """What the agent sees to before each start."""
+
+    devices: str = _key(
+        "--devices", "GPUs: auto (clean ones), none, or indices, UUIDs or bus ids", _devices, ALL_GPUS, True
+    )
+    on_dirty: str = _key(
+        "--on-dirty",
+        "when they are not clean: wait, fail, or reap (end what user dflash has left behind, then wait)",
+        _on_dirty,
+        "wait",
+        True,
+    )
+    wait: str = _key("--preflight-wait", "how long an attempt waits for clean GPUs", _a_span, "2min", True)
+
+
+@dataclass(frozen=True, slots=True)
 class RunFile:
     """One run."""
 
@@ -148,6 +198,7 @@ class RunFile:
     output: Output
     train: Train
     drafter: Drafter
+    preflight: Preflight
 
 
 TABLES: dict[str, Any] = {
@@ -156,7 +207,9 @@ TABLES: dict[str, Any] = {
     "output": Output,
     "train": Train,
     "drafter": Drafter,
+    "preflight": Preflight,
 }
+OF_THE_AGENT = ("preflight",)
 
 
 def check_name(name: str) -> str:
@@ -186,7 +239,7 @@ def load(path: Path, overrides: Mapping[str, object] | None = None) -> RunFile:
     values = {}
     for table, content in tables.items():
         if table not in TABLES:
-            raise ConfigError(f"{path}: unknown table [{table}]; {_nearest(table, TABLES)}")
+            raise ConfigError(f"{path}: unknown table [{table}]; {nearest(table, TABLES)}")
         if not isinstance(content, dict):
             raise ConfigError(f"{path}: {table} = {content!r}: must be a table, [{table}]")
         for key, value in content.items():
@@ -199,10 +252,12 @@ def from_flags(name: str, values: Mapping[str, object]) -> RunFile:
     return _build(check_name(name), values, "command line")
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """A flag for every key. vars() of the parsed result holds those given, keyed like "train.lr"."""
+def add_flags(parser: argparse.ArgumentParser, without: Collection[str] = ()) -> None:
+    """A flag for every key but those of some tables. vars() of the result holds those given, as "train.lr"."""
     parsers: dict[type, Callable[[str], Any]] = {str: str, int: int, float: float, tuple: _parse_ids}
     for key, spec in schema():
+        if key.partition(".")[0] in without:
+            continue
         is_path = spec.metadata["check"] in (_a_path, _a_path_or_empty)
         kind = _kind(spec)
         parser.add_argument(
@@ -253,7 +308,7 @@ def _build(name: str, values: Mapping[str, object], where: str) -> RunFile:
         table, _, short = key.partition(".")
         if key not in known:
             names = [k.partition(".")[2] for k in known if k.startswith(table + ".")]
-            raise ConfigError(f"{where}: unknown key {short} in [{table}]; {_nearest(short, names)}")
+            raise ConfigError(f"{where}: unknown key {short} in [{table}]; {nearest(short, names)}")
         tables[table][short] = _convert(where, key, known[key], value)
     for key, spec in known.items():
         table, _, short = key.partition(".")
@@ -273,6 +328,10 @@ def _convert(where: str, key: str, spec: "Field[Any]", value: object) -> object:
         value = float(value)
     if kind is tuple and isinstance(value, list) and all(type(i) is int for i in value):
         value = tuple(value)
+    if spec.metadata["check"] is _devices:  # TOML's own list, and a lone index, are as good
+        words = value if isinstance(value, list) else [value]
+        if words and all(type(word) in (str, int) for word in words):
+            value = ",".join(map(str, words))
     if type(value) is not kind:
         wanted = {str: "text in quotes", int: "a whole number", float: "a number", tuple: "a list of whole numbers"}
         raise ConfigError(f"{place}: must be {wanted[kind]}")
@@ -290,7 +349,8 @@ def _parse_ids(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(",") if part.strip())
 
 
-def _nearest(word: str, known: Any) -> str:
+def nearest(word: str, known: Any) -> str:
+    """What to say to a word that is not known."""
     near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
     return f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
 

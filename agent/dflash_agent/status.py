@@ -2,13 +2,13 @@
 
 import json
 import subprocess
-import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from dflash_agent import manager, outputs, runfile
 from dflash_agent.runfile import RUN_NAME, ConfigError, load
+from dflash_agent.words import age, span
 
 DEADLINE = 10  # seconds for journalctl
 
@@ -40,7 +40,7 @@ def run_status(name: str, path: Path) -> RunStatus:
     """The status of one run. Does not raise: what cannot be read is told in the note."""
     unit: manager.UnitState | None = None
     try:
-        unit = manager.unit_state(name)
+        unit = manager.unit_state(manager.unit_of(name))
         note = unit.status
         if unit.active == "failed":
             note = failure(name) or unit.result
@@ -122,15 +122,15 @@ def table(rows: list[RunStatus]) -> str:
 def _cells(row: RunStatus) -> tuple[str, ...]:
     checkpoint = "-"
     if row.checkpoint and row.checkpoint_time:
-        checkpoint = f"{Path(row.checkpoint).name}, {manager.age(row.checkpoint_time)} ago"
+        checkpoint = f"{Path(row.checkpoint).name}, {age(row.checkpoint_time)} ago"
     return (
         row.run,
         row.state,
-        f"{manager.age(row.since)} ago" if row.since else "-",
+        f"{age(row.since)} ago" if row.since else "-",
         f"{row.step}/{row.total_steps}" if row.step is not None else "-",
         f"{row.loss:.3f}" if row.loss is not None else "-",
         f"{row.tokens_per_s:.0f}" if row.tokens_per_s is not None else "-",
-        manager.age(time.time() - row.eta_s) if row.eta_s is not None else "-",
+        span(row.eta_s) if row.eta_s is not None else "-",
         checkpoint,
         str(row.attempts) if row.attempts is not None else "-",
     )

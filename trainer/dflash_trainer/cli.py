@@ -70,7 +70,7 @@ def parse(words: list[str]) -> argparse.Namespace:
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     """The run file, and the reference flags, each of which overrides a key of it."""
     parser.add_argument("--run-file", type=Path, metavar="FILE", help="run file; the flags below override it")
-    runfile.add_flags(parser)
+    runfile.add_flags(parser, without=runfile.OF_THE_AGENT)
 
 
 def load_run(args: argparse.Namespace) -> runfile.RunFile:
