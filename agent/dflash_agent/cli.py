@@ -65,9 +65,7 @@ def build_parser() -> argparse.ArgumentParser:
     verify.add_argument("name", metavar="NAME")
     verify.set_defaults(run=run_verify)
 
-    check = commands.add_parser(
-        "check", help="show the GPUs and who holds them; exit 0 if they are clean, else 1"
-    )
+    check = commands.add_parser("check", help="show the GPUs and who holds them; exit 0 if they are clean, else 1")
     check.add_argument("name", metavar="NAME", nargs="?", help="judge them for this run")
     check.add_argument("--json", action="store_true", help="for programs")
     check.set_defaults(run=run_check)

@@ -215,7 +215,7 @@ def _processes(nvml: Any, handle: Any) -> dict[str, Any]:
     whole = True
     for kind, short in (("compute", "Compute"), ("graphics", "Graphics"), ("mps", "MPSCompute")):
         listed = None
-        for version in ("", "_v2"):  # drivers before 510 have only the second
+        for version in ("_v3", "_v2"):  # drivers before 510 have only the second
             call = getattr(nvml, f"nvmlDeviceGet{short}RunningProcesses{version}", None)
             listed = _optional(nvml, call, handle) if call else None
             if listed is not None:

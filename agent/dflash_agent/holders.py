@@ -75,7 +75,8 @@ class Holder:
         about += [f"pid {self.inner_pid} inside"] if self.inner_pid else []
         about += [f"for {age(self.started)}"] if self.started else []
         about += [self.state] if self.state not in ("running", "sleeping", "idle", "") else []
-        return f"pid {self.pid} ({', '.join(word for word in about if word)})"
+        known = ", ".join(word for word in about if word)
+        return f"pid {self.pid} ({known})" if known else f"pid {self.pid}"
 
 
 def find_holders(reading: Reading, config: AgentConfig) -> tuple[tuple[Holder, ...], int]:
@@ -126,30 +127,33 @@ def open_nodes() -> tuple[dict[int, set[str]], int]:
 
 def _nodes_of(pid: str) -> Iterator[str]:
     """Raises OSError if the process is gone or not ours to look into."""
-    descriptors = os.listdir(f"{PROC}/{pid}/fd")  # noqa: PTH208
-    if descriptors:
-        yield from _open(f"{PROC}/{pid}/fd", descriptors)
-        yield from _mapped(f"{PROC}/{pid}/maps")
-        return
-    for task in os.listdir(f"{PROC}/{pid}/task"):  # noqa: PTH208 - the leader may be dead and its threads alive
-        if task != pid:
-            folder = f"{PROC}/{pid}/task/{task}"
-            yield from _open(f"{folder}/fd", os.listdir(f"{folder}/fd"))  # noqa: PTH208
-            yield from _mapped(f"{folder}/maps")
-            return
-    yield from _mapped(f"{PROC}/{pid}/maps")
+    folder = f"{PROC}/{pid}"
+    targets = _open(f"{folder}/fd")
+    if not targets:  # the leader may be dead and its threads alive
+        tasks = (task for task in os.listdir(f"{folder}/task") if task != pid)  # noqa: PTH208
+        other = next(tasks, None)
+        if other is not None:
+            folder = f"{folder}/task/{other}"
+            targets = _open(f"{folder}/fd")
+    for target in targets:
+        if target.startswith("/dev/nvidia") and (match := _NODE.match(target)):
+            yield match[0]
+    yield from _mapped(f"{folder}/maps")
 
 
-def _open(folder: str, descriptors: list[str]) -> Iterator[str]:
-    for descriptor in descriptors:
-        try:
-            target = os.readlink(f"{folder}/{descriptor}")  # noqa: PTH115
-        except FileNotFoundError:
-            continue
-        if target.startswith("/dev/nvidia"):
-            match = _NODE.match(target)
-            if match:
-                yield match[0]
+def _open(folder: str) -> list[str]:
+    """What each descriptor is of. Relative to the folder: that is cheaper by a fifth."""
+    directory = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    targets = []
+    try:
+        for descriptor in os.listdir(directory):  # noqa: PTH208
+            try:
+                targets.append(os.readlink(descriptor, dir_fd=directory))
+            except FileNotFoundError:
+                continue
+    finally:
+        os.close(directory)
+    return targets
 
 
 def _mapped(path: str) -> Iterator[str]:
@@ -175,7 +179,6 @@ def describe(pid: int, uses: tuple[Use, ...], nodes: tuple[str, ...], config: Ag
         with process.oneshot():
             uid = process.uids().real
             user = process.username()
-            words = process.cmdline()
             name = process.name()
             started = process.create_time()
             state = str(process.status())
@@ -183,6 +186,10 @@ def describe(pid: int, uses: tuple[Use, ...], nodes: tuple[str, ...], config: Ag
         ticks = start_ticks(pid)
     except (psutil.Error, OSError):
         return Holder(pid, uses, state="gone", nodes=nodes)
+    try:
+        words = process.cmdline()
+    except (psutil.Error, OSError):  # a dead leader has none
+        words = []
     if state in DEAD:
         state = _living_thread(pid) or state
     unit, place = _cgroup(pid)

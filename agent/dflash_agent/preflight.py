@@ -8,6 +8,7 @@ RestartPreventExitStatus=). The verdict goes into a file that the launcher, the 
 import json
 import os
 import pwd
+import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -46,7 +47,7 @@ class Verdict:
     invocation: str
     exit_code: int  # 0: go
     gpus: tuple[str, ...] = ()  # UUIDs
-    labels: tuple[str, ...] = ()
+    indices: tuple[int, ...] = ()  # the same as nvidia-smi counts them
     findings: tuple[Finding, ...] = ()
 
 
@@ -65,6 +66,8 @@ def main(arguments: list[str] | None = None) -> int:
     if after:
         look_after(name)
         return 0
+    # A stop while we wait is no failure, but death by a signal would be one.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     back_off(name)
     notify("STATUS=preflight")
     result = decide(name)
@@ -98,8 +101,8 @@ def decide(name: str) -> Verdict:
     for finding in choice.findings:
         level = 4 if finding.severity == "warn" else 6
         say(name, finding.line(), priority=level, DFLASH_EVENT="preflight", DFLASH_CODE=finding.code)
-    uuids, labels = zip(*((gpu.uuid, gpu.label) for gpu in choice.gpus), strict=True) if choice.gpus else ((), ())
-    return Verdict(invocation, 0, uuids, labels)
+    uuids, indices = tuple(gpu.uuid for gpu in choice.gpus), tuple(gpu.index for gpu in choice.gpus)
+    return Verdict(invocation, 0, uuids, indices)
 
 
 def wanted_devices(run: RunFile, given: Mapping[str, str]) -> str:
@@ -323,8 +326,8 @@ def read(name: str) -> Verdict | None:
     try:
         values: dict[str, Any] = json.loads((VERDICTS_DIR / f"{name}.json").read_text())
         findings = tuple(Finding(**finding) for finding in values.pop("findings"))
-        gpus, labels = tuple(values.pop("gpus")), tuple(values.pop("labels"))
-        return Verdict(**values, gpus=gpus, labels=labels, findings=findings)
+        gpus, indices = tuple(values.pop("gpus")), tuple(values.pop("indices"))
+        return Verdict(**values, gpus=gpus, indices=indices, findings=findings)
     except (OSError, ValueError, TypeError, KeyError):
         return None
 

@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 from dflash_agent.findings import Finding
 from dflash_agent.gpus import Gpu
-from dflash_agent.verdict import Snapshot, dirt, driver_missing, judge
+from dflash_agent.verdict import Snapshot, dirt, driver_missing, judge_in_use
 from dflash_agent.words import size
 
 RED, YELLOW, GREEN, PLAIN = "\x1b[31m", "\x1b[33m", "\x1b[32m", "\x1b[0m"
@@ -15,12 +15,12 @@ _COLOURS = {"ok": GREEN, "warn": YELLOW, "refuse": RED}
 
 
 def node_findings(snapshot: Snapshot) -> list[Finding]:
-    """Everything that is to be said of the node's GPUs. A lease is no fault: its holders are named as that."""
+    """Everything that is to be said of the node's GPUs."""
     if snapshot.reading.problem:
         if snapshot.hardware:
             return [driver_missing(snapshot.reading)]
         return [Finding("gpu", "ok", "no NVIDIA GPU in this machine: runs train on the CPU")]
-    return [finding for gpu in snapshot.reading.gpus for finding in judge(snapshot, gpu)]
+    return [finding for gpu in snapshot.reading.gpus for finding in judge_in_use(snapshot, gpu)]
 
 
 def table(snapshot: Snapshot, findings: Iterable[Finding], colour: bool) -> str:

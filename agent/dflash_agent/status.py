@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from dflash_agent import manager, outputs, runfile
+from dflash_agent import manager, outputs, preflight, runfile
 from dflash_agent.runfile import RUN_NAME, ConfigError, load
 from dflash_agent.words import age, span
 
@@ -21,6 +21,7 @@ class RunStatus:
     state: str
     since: float | None
     attempts: int | None
+    gpus: tuple[int, ...] | None  # indices; empty on a CPU
     step: int | None
     total_steps: int | None
     loss: float | None
@@ -57,12 +58,14 @@ def run_status(name: str, path: Path) -> RunStatus:
         note = str(error)
     except OSError as error:
         note = f"{error.filename}: {error.strerror}"
+    given = preflight.read(name)
     running = unit is not None and unit.active in ("active", "activating")
     return RunStatus(
         run=name,
         state="unknown" if unit is None else describe(unit),
         since=unit.since if unit and unit.since else None,
         attempts=unit.restarts + 1 if unit and (running or unit.active == "failed") else None,
+        gpus=given.indices if running and given and not given.exit_code else None,
         step=row.get("step"),
         total_steps=row.get("total_steps"),
         loss=row.get("loss"),
@@ -108,7 +111,7 @@ def failure(name: str) -> str:
 
 def table(rows: list[RunStatus]) -> str:
     """The rows for people, with each one's note below it."""
-    head = ("RUN", "STATE", "SINCE", "STEP", "LOSS", "TOKENS/S", "ETA", "CHECKPOINT", "ATTEMPTS")
+    head = ("RUN", "STATE", "SINCE", "GPU", "STEP", "LOSS", "TOKENS/S", "ETA", "CHECKPOINT", "ATTEMPTS")
     cells = [head, *(_cells(row) for row in rows)]
     widths = [max(len(line[i]) for line in cells) for i in range(len(head))]
     text = []
@@ -127,6 +130,7 @@ def _cells(row: RunStatus) -> tuple[str, ...]:
         row.run,
         row.state,
         f"{age(row.since)} ago" if row.since else "-",
+        "-" if row.gpus is None else ",".join(map(str, row.gpus)) or "none",
         f"{row.step}/{row.total_steps}" if row.step is not None else "-",
         f"{row.loss:.3f}" if row.loss is not None else "-",
         f"{row.tokens_per_s:.0f}" if row.tokens_per_s is not None else "-",

@@ -5,7 +5,7 @@ Judging is a pure function of the snapshot, so that every state of a node can be
 
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from dflash_agent import gpus, holders, leases, xids
 from dflash_agent.config import AgentConfig
@@ -146,8 +146,21 @@ def find(reading: Reading, name: str) -> Gpu | None:
     return next((gpu for gpu in reading.gpus if short_bus_id(gpu.bus_id) == short_bus_id(name)), None)
 
 
+def judge_in_use(snapshot: Snapshot, gpu: Gpu) -> Iterator[Finding]:
+    """The same of a node that works: what a run has leased is its own, and only others on it are dirt."""
+    lease = snapshot.leases.get(gpu.uuid)
+    if lease is None or not lease.unit:
+        yield from judge(snapshot, gpu)
+        return
+    rest = tuple(replace(h, housekeeper=h.housekeeper or h.unit == lease.unit) for h in snapshot.holders)
+    text = f"{gpu.label}: {gpu.name}, leased by {lease.unit} for {age(lease.since)}"
+    in_use = Finding("gpu", "ok", text, gpu=gpu.uuid)
+    for finding in judge(replace(snapshot, holders=rest), gpu, lease.unit):
+        yield in_use if finding.code == "gpu" else finding
+
+
 def judge(snapshot: Snapshot, gpu: Gpu, unit: str = "") -> Iterator[Finding]:
-    """Everything that is to be said of one GPU; one finding that it is clean if nothing is."""
+    """Everything that is to be said of one GPU before a start; that it is clean if nothing stands in the way."""
     found = [*_state(snapshot, gpu), *_lease(snapshot, gpu, unit)]
     if not gpu.lost:
         found += _dirt(snapshot, gpu, unit)
@@ -166,7 +179,7 @@ def _lease(snapshot: Snapshot, gpu: Gpu, unit: str) -> Iterator[Finding]:
     lease = snapshot.leases.get(gpu.uuid)
     if lease is None or (unit and lease.unit == unit):
         return
-    since = f" since {age(lease.since)}" if lease.since else ""
+    since = f" for {age(lease.since)}" if lease.since else ""
     text = f"{gpu.label}: leased by {lease.unit or 'another unit'}{since}"
     hint = f"systemctl stop {lease.unit}" if lease.unit else "dflashctl status"
     yield Finding("gpu-leased", "refuse", text, hint, gpu.uuid)

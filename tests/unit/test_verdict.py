@@ -5,51 +5,11 @@ from dataclasses import replace
 
 import pytest
 from dflash_agent.gpus import Gpu, GpuProcess, Reading
-from dflash_agent.holders import Holder, Use
+from dflash_agent.holders import Holder
 from dflash_agent.leases import Lease
-from dflash_agent.verdict import Snapshot, choose, find, judge
+from dflash_agent.verdict import Snapshot, choose, find, judge, judge_in_use
 from dflash_agent.xids import Xid
-
-GIB = 1 << 30
-RESERVED = 615 << 20
-UNIT = "dflash-train@run1.service"
-
-
-def a_gpu(index: int = 0, held: int = 0, **changes: object) -> Gpu:
-    """A clean H200, or one with a difference."""
-    values: dict[str, object] = {
-        "index": index,
-        "uuid": f"GPU-{index:04x}",
-        "bus_id": f"00000000:{index + 1:02X}:00.0",
-        "name": "NVIDIA H200",
-        "minor": index,
-        "total": 140 * GIB,
-        "used": RESERVED + held,
-        "reserved": RESERVED,
-        "recovery": "none",
-    }
-    return Gpu(**(values | changes))  # type: ignore[arg-type]
-
-
-def a_holder(pid: int, *uses: Use, **changes: object) -> Holder:
-    """A process of somebody's that is alive."""
-    values: dict[str, object] = {
-        "user": "ada",
-        "uid": 1000,
-        "command": "python train.py",
-        "state": "sleeping",
-        "started": time.time() - 7200,
-        "ticks": 1,
-    }
-    return Holder(pid, uses, **(values | changes))  # type: ignore[arg-type]
-
-
-def on(gpu: Gpu, kind: str = "compute", count: int | None = None) -> Use:
-    return Use(gpu.uuid, kind, count)
-
-
-def a_node(*gpus: Gpu, **changes: object) -> Snapshot:
-    return replace(Snapshot(Reading(gpus, driver="580.95.05"), hardware=True), **changes)  # type: ignore[arg-type]
+from nodes import GIB, RESERVED, UNIT, a_gpu, a_holder, a_node, on
 
 
 def codes(snapshot: Snapshot, gpu: Gpu, severity: str = "refuse", unit: str = "") -> list[str]:
@@ -318,3 +278,19 @@ def test_processes_that_nvml_lists_twice_count_once() -> None:
     gpu = a_gpu(held=GIB, processes=(process, GpuProcess(41, "graphics", GIB)))
     node = a_node(gpu, holders=(a_holder(41, on(gpu, count=GIB)),))
     assert codes(node, gpu) == ["gpu-busy"]
+
+
+def test_on_a_node_that_works_a_runs_own_processes_are_no_dirt_and_others_are() -> None:
+    gpu = a_gpu(held=8 * GIB)
+    lease = {gpu.uuid: Lease(gpu.uuid, UNIT, time.time())}
+    own = a_holder(41, on(gpu, count=8 * GIB), unit=UNIT)
+    worker = a_holder(42, on(gpu, "open"), unit=UNIT)
+    node = a_node(gpu, leases=lease, holders=(own, worker))
+    (finding,) = judge_in_use(node, gpu)
+    assert finding.severity == "ok"
+    assert UNIT in finding.text
+    crowded = a_gpu(held=9 * GIB)
+    other = a_holder(43, on(crowded, count=GIB))
+    found = list(judge_in_use(a_node(crowded, leases=lease, holders=(own, other)), crowded))
+    assert [(f.code, f.pid) for f in found if f.severity == "refuse"] == [("gpu-busy", 43)]
+    assert codes(node, gpu, unit=UNIT) == ["gpu-busy"]  # before its next start its own leftovers are dirt
