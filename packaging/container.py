@@ -26,6 +26,7 @@ INCLUDED = (
     "polkitd",
     "procps",
     "python3",
+    "python3-prometheus-client",
     "python3-psutil",
     "python3-pydbus",
     "python3-systemd",

@@ -194,7 +194,8 @@ def describe(pid: int, uses: tuple[Use, ...], nodes: tuple[str, ...], config: Ag
         state = _living_thread(pid) or state
     unit, place = _cgroup(pid)
     housekeeper = is_housekeeper(_executable(pid), name, unit, uses, config)
-    command = " ".join(words) or name
+    words[:1] = [word.rpartition("/")[2] for word in words[:1]]
+    command = " ".join(" ".join(words).split()) or name  # a program given with -c has lines
     return Holder(
         pid=pid,
         uses=uses,

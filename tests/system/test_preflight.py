@@ -3,6 +3,7 @@
 import contextlib
 import json
 import re
+import shutil
 import time
 from collections.abc import Callable, Iterator
 
@@ -65,10 +66,15 @@ def gpu_node(node: Machine) -> Iterator[Machine]:
 def card(gpu_node: Machine) -> Iterator[Machine]:
     """One clean GPU; runs that a test leaves are stopped."""
     report(gpu_node, h200(0))
+    before = set(gpu_node.path("/etc/dflash/runs").glob("*.toml"))
     yield gpu_node
+    report(gpu_node, h200(0))
     gpu_node.run("systemctl", "stop", "dflash-train@*.service")
     gpu_node.run("systemctl", "reset-failed", "dflash-train@*.service", check=False)
     unload_driver(gpu_node)
+    for path in set(gpu_node.path("/etc/dflash/runs").glob("*.toml")) - before:
+        path.unlink()
+        shutil.rmtree(gpu_node.path(f"/var/lib/dflash/runs/{path.stem}"), ignore_errors=True)
 
 
 def try_start(node: Machine, unit: str) -> bool:

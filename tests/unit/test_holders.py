@@ -173,6 +173,17 @@ def test_a_line_says_what_is_known_and_nothing_that_is_not() -> None:
     assert "pid 7 inside" in Holder(41, (), user="u", command="c", inner_pid=7).line()
 
 
+def test_a_command_with_lines_is_told_in_one() -> None:
+    child = subprocess.Popen([sys.executable, "-c", "\n\nprint()\ninput()\n"], stdin=subprocess.PIPE)
+    try:
+        told = holders.describe(child.pid, (), (), AgentConfig()).line()
+    finally:
+        child.kill()
+        child.wait()
+    assert "print() input()" in told
+    assert "\n" not in told
+
+
 def test_this_process_is_no_holder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(holders, "open_nodes", lambda: ({os.getpid(): {"/dev/nvidia0"}}, 0))
     assert find_holders(Reading((Gpu(0, "GPU-a", minor=0),)), AgentConfig()) == ((), 0)

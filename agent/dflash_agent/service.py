@@ -1,0 +1,558 @@
+"""dflash-agent.service: what the node's GPUs and runs are in, on the bus as org.dflash.Agent1 and for Prometheus.
+
+It polls nothing: systemd tells of units (org.freedesktop.systemd1(5)), the kernel of run files and leases
+(inotify(7)), and a child process of the GPUs (gpuwatch). What takes time is done in threads, so that the main loop
+is always free to answer.
+"""
+
+import contextlib
+import ctypes
+import json
+import logging
+import os
+import signal as signals
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import gi
+from gi.repository import Gio, GLib
+from pydbus import SystemBus
+from pydbus.generic import signal
+from pydbus.registration import ObjectRegistration, ObjectWrapper
+
+from dflash_agent import leases, metrics, runfile, status, verdict, xids
+from dflash_agent.config import AgentConfig, load_config
+from dflash_agent.findings import Finding
+from dflash_agent.gpus import Gpu, Reading
+from dflash_agent.manager import TIMEOUT, unit_of
+from dflash_agent.metrics import Scrape, run_of
+from dflash_agent.report import node_findings
+from dflash_agent.runfile import ConfigError
+from dflash_agent.status import RunStatus
+from dflash_agent.verdict import Snapshot
+from dflash_agent.xids import Xid, short_bus_id
+
+BUS_NAME, PATH, INTERFACE = "org.dflash.Agent1", "/org/dflash/Agent1", "org.dflash.Agent1"
+ACTION = "org.dflash.agent1.manage-runs"
+IDENTIFIER = "dflash-agent"
+EXIT_CONFIG = 78
+PROGRAM = "/usr/libexec/dflash/agent"
+UNITS = "/org/freedesktop/systemd1/unit/dflash_2dtrain_40"
+SYSTEMD = ("org.freedesktop.systemd1", "/org/freedesktop/systemd1", "org.freedesktop.systemd1.Manager")
+POLKIT = (
+    "org.freedesktop.PolicyKit1",
+    "/org/freedesktop/PolicyKit1/Authority",
+    "org.freedesktop.PolicyKit1.Authority",
+)
+SOON, LATER = 0.2, 10.0  # seconds until runs are looked at: after a change of state, after a new step
+SCRAPE_AGE = 5.0  # seconds that the figures of one scrape may serve the next
+DRIVER_EVERY = 10  # seconds between two looks for a driver that is not loaded
+FIRST_PAUSE, LONGEST_PAUSE = 2, 60  # seconds before the GPUs' watcher is started again
+CALLS = 16  # that may be worked on at a time
+VERIFY_DEADLINE = 1500  # seconds; dflashctl verify ends its own checks before
+DENIED, INVALID, LIMITED, FAILED = (
+    f"org.freedesktop.DBus.Error.{name}" for name in ("AccessDenied", "InvalidArgs", "LimitsExceeded", "Failed")
+)
+XML = f"""
+<node>
+  <interface name="{INTERFACE}">
+    <property name="GPUs" type="aa{{sv}}" access="read"/>
+    <property name="Findings" type="aa{{sv}}" access="read"/>
+    <property name="Runs" type="aa{{sv}}" access="read"/>
+    <property name="Leases" type="a{{ss}}" access="read"/>
+    <property name="Driver" type="s" access="read"/>
+    <method name="Check"><arg name="findings" type="aa{{sv}}" direction="out"/></method>
+    <method name="Verify">
+      <arg name="run" type="s" direction="in"/><arg name="findings" type="aa{{sv}}" direction="out"/>
+    </method>
+    <method name="Start">
+      <arg name="run" type="s" direction="in"/><arg name="job" type="o" direction="out"/>
+    </method>
+    <method name="Stop">
+      <arg name="run" type="s" direction="in"/><arg name="job" type="o" direction="out"/>
+    </method>
+  </interface>
+</node>
+"""
+SLOW = frozenset({"Check", "Verify", "Start", "Stop"})
+NUMBERS = frozenset({"gpus"})  # fields that are lists of numbers; other lists are of strings
+T = TypeVar("T")
+
+
+class CallRefused(Exception):
+    """A call that gets an error for an answer; pydbus names the error after the class."""
+
+
+def refused(name: str, text: str) -> CallRefused:
+    """The refusal with an error name of D-Bus's."""
+    made: CallRefused = type(name, (CallRefused,), {})(text)
+    return made
+
+
+class Fresh(Generic[T]):
+    """Something that takes time to make: one thread makes it, and those who ask meanwhile get the same."""
+
+    def __init__(self, make: Callable[[], T], made: Callable[[T], None]) -> None:
+        self._make, self._made = make, made
+        self._lock = threading.Lock()
+        self._value: tuple[float, T] | None = None
+
+    def get(self, age: float = 0.0) -> T:
+        """One whose making began at most so many seconds before this call."""
+        asked = time.monotonic()
+        with self._lock:
+            if self._value is None or self._value[0] < asked - age:
+                began = time.monotonic()
+                self._value = (began, self._make())
+                GLib.idle_add(self._made, self._value[1])
+            return self._value[1]
+
+
+class Later:
+    """Something that is done in a thread, once for all who ask while it is not yet due."""
+
+    def __init__(self, do: Callable[[], Any]) -> None:
+        self._do = do
+        self._due = float("inf")
+        self._timer = 0
+
+    def within(self, seconds: float) -> None:
+        """Has it done after so many seconds at most."""
+        due = time.monotonic() + seconds
+        if due >= self._due:
+            return
+        if self._timer:
+            GLib.source_remove(self._timer)
+        self._due = due
+        self._timer = GLib.timeout_add(int(seconds * 1000), self._now)
+
+    def _now(self) -> bool:
+        self._due, self._timer = float("inf"), 0
+        in_thread(self._do)
+        return False
+
+
+class Registered(ObjectWrapper):  # type: ignore[misc]
+    """pydbus's dispatcher, with slow methods answered by threads, and without its leak."""
+
+    _calls = threading.BoundedSemaphore(CALLS)
+    _leaks = gi.version_info < (3, 44, 2)
+
+    def call_method(self, *call: Any) -> None:
+        """Called by GIO for every method and property; see pydbus.registration."""
+        if call[4] not in SLOW:
+            self._answer(*call)
+        elif self._calls.acquire(blocking=False):
+            in_thread(self._answer_and_release, *call)
+        else:
+            call[-1].return_dbus_error(LIMITED, f"{CALLS} calls are being worked on; try again")
+            self._unref(call[-1])
+
+    def _answer_and_release(self, *call: Any) -> None:
+        try:
+            self._answer(*call)
+        finally:
+            self._calls.release()
+
+    def _answer(self, *call: Any) -> None:
+        try:
+            super().call_method(*call)
+        finally:
+            self._unref(call[-1])
+
+    def _unref(self, invocation: Any) -> None:
+        """PyGObject before 3.44.2 keeps a reference to every Gio.DBusMethodInvocation, some 2 KiB a call."""
+        if self._leaks:
+            _GOBJECT.g_object_unref(hash(invocation))  # the hash of a GObject is its address
+
+
+_GOBJECT = ctypes.CDLL("libgobject-2.0.so.0")
+_GOBJECT.g_object_unref.argtypes = [ctypes.c_void_p]
+_GOBJECT.g_object_unref.restype = None
+
+
+class Agent:
+    """The object on the bus. Attributes change in the main loop only."""
+
+    PropertiesChanged = signal()
+
+    def __init__(self, bus: Any, config: AgentConfig) -> None:
+        self.GPUs: list[dict[str, Any]] = []
+        self.Findings: list[dict[str, Any]] = []
+        self.Runs: list[dict[str, Any]] = []
+        self.Leases: dict[str, str] = {}
+        self.Driver = ""
+        self._bus = bus
+        self._snapshot = Snapshot(Reading(()))
+        self._xids: Counter[tuple[str, int]] = Counter()
+        self._states: dict[str, tuple[str, str]] = {}  # of units, by object path
+        self._last_xid = 0.0
+        self._verifying = threading.Lock()
+        self.snapshots = Fresh(lambda: verdict.take_snapshot(config), self.adopt_snapshot)
+        self.runs = Fresh(all_runs, self.adopt_runs)
+        self.look_at_gpus = Later(self.snapshots.get)
+        self.look_at_runs = Later(self.runs.get)
+
+    def Check(self) -> list[dict[str, Any]]:
+        """What is to be said of the GPUs now."""
+        return [variants(asdict(finding)) for finding in node_findings(self.snapshots.get())]
+
+    def Verify(self, run: str) -> list[dict[str, Any]]:
+        """What `dflashctl verify` finds."""
+        path = path_of(run)
+        try:
+            runfile.load(path)
+        except ConfigError as error:
+            raise refused(INVALID, str(error)) from error
+        if not self._verifying.acquire(blocking=False):  # it reads whole data sets
+            raise refused(LIMITED, "a run is being verified already; try again")
+        try:
+            return [variants(asdict(finding)) for finding in verification(run)]
+        finally:
+            self._verifying.release()
+
+    def Start(self, run: str, dbus_context: Any) -> str:
+        """Has systemd start a run; the job's path."""
+        return self._job("StartUnit", run, dbus_context.sender)
+
+    def Stop(self, run: str, dbus_context: Any) -> str:
+        """Has systemd stop a run, which saves a checkpoint; the job's path."""
+        return self._job("StopUnit", run, dbus_context.sender)
+
+    def _job(self, method: str, run: str, sender: str) -> str:
+        path = path_of(run)
+        self._authorize(run, sender)
+        if method == "StartUnit" and not path.exists():
+            raise refused(INVALID, f"{path} does not exist; make it with `dflashctl new {run} …`")
+        arguments = GLib.Variant("(ss)", (unit_of(run), "replace"))
+        try:
+            job: str = call(self._bus, SYSTEMD, method, arguments, "(o)")[0]
+        except GLib.Error as error:
+            raise refused(Gio.DBusError.get_remote_error(error) or FAILED, reason(error)) from error
+        return job
+
+    def _authorize(self, run: str, sender: str) -> None:
+        """Asks polkit, with a deadline, which pydbus's own is_authorized() lacks. Raises CallRefused."""
+        subject = ("system-bus-name", {"name": GLib.Variant("s", sender)})
+        question = GLib.Variant("((sa{sv})sa{ss}us)", (subject, ACTION, {"run": run}, 0, ""))
+        remedy = "add the user to group dflash, or use sudo systemctl"
+        try:
+            allowed = call(self._bus, POLKIT, "CheckAuthorization", question, "((bba{ss}))")[0][0]
+        except GLib.Error as error:
+            raise refused(DENIED, f"polkit cannot be asked ({reason(error)}); use sudo systemctl") from error
+        if not allowed:
+            raise refused(DENIED, f"{ACTION} is not allowed for this user: {remedy}")
+
+    def adopt_snapshot(self, snapshot: Snapshot) -> None:
+        """Shows a new snapshot; leases are as of now."""
+        self._snapshot = replace(snapshot, leases=leases.current())
+        self._show(
+            GPUs=[variants(gpu_fields(self._snapshot, gpu)) for gpu in snapshot.reading.gpus],
+            Findings=[variants(asdict(finding)) for finding in node_findings(self._snapshot)],
+            Leases=lease_units(self._snapshot),
+            Driver=snapshot.reading.driver,
+        )
+
+    def adopt_runs(self, rows: tuple[RunStatus, ...]) -> None:
+        """Shows the runs, and leases if those have changed."""
+        self._show(Runs=[variants(asdict(row)) for row in rows])
+        if lease_units(replace(self._snapshot, leases=leases.current())) != self.Leases:
+            self.adopt_snapshot(self._snapshot)
+
+    def _show(self, **values: Any) -> None:
+        """Sets properties, and tells the bus of those that are not what they were."""
+        changed = {name: value for name, value in values.items() if getattr(self, name) != value}
+        for name, value in changed.items():
+            setattr(self, name, value)
+        if changed:
+            self.PropertiesChanged(INTERFACE, changed, [])
+
+    def unit_changed(self, _con: Any, _sender: str, path: str, _interface: str, _signal: str, values: Any) -> None:
+        """A signal of any unit's: a new state is shown soon, a new step later."""
+        if not path.startswith(UNITS):
+            return
+        changed = values[1]
+        if "ActiveState" not in changed:
+            self.look_at_runs.within(LATER)
+            return
+        state = (changed["ActiveState"], changed["SubState"])
+        self.look_at_runs.within(LATER if self._states.get(path) == state else SOON)
+        self._states[path] = state
+
+    def told(self, what: Mapping[str, Any]) -> None:
+        """A line of the GPUs' watcher."""
+        if "xid" not in what:
+            self.look_at_gpus.within(SOON)
+            return
+        xid = Xid(short_bus_id(what["bus_id"]), what["xid"], time.time())
+        self._xids[xid.bus_id, xid.code] += what["count"]
+        lease = leases.current().get(what["uuid"])
+        with contextlib.suppress(OSError):  # a journal that restarts
+            tell_of_xid(xid, what, lease.unit if lease else "")
+        with contextlib.suppress(OSError):  # a full disk
+            xids.record(xid)
+        self.look_at_gpus.within(SOON if xid.time - self._last_xid > LATER else LATER)  # they may come in thousands
+        self._last_xid = xid.time
+
+    def scrape(self) -> Scrape:
+        """What the metrics are taken from."""
+        snapshot = replace(self.snapshots.get(SCRAPE_AGE), leases=leases.current())
+        return Scrape(snapshot, self.runs.get(SCRAPE_AGE), dict(self._xids))
+
+
+class Watcher:
+    """Keeps a child process that watches the GPUs, for as long as there is a driver."""
+
+    def __init__(self, told: Callable[[Mapping[str, Any]], None]) -> None:
+        self._told = told
+        self._pause = FIRST_PAUSE
+        self._ended = ""  # why the one before did
+        self._reason = ""  # what this one said of why it ends
+        self._rest = b""
+
+    def start(self) -> bool:
+        """Starts it, or looks again later. False, so that GLib does not repeat it."""
+        if not driver_loaded():
+            self._pause = FIRST_PAUSE
+            GLib.timeout_add_seconds(DRIVER_EVERY, self.start)
+            return False
+        path = os.pathsep.join([str(Path(__file__).parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+        self._child = subprocess.Popen(
+            [sys.executable, "-m", "dflash_agent.gpuwatch", str(verdict.TOLERANCE)],
+            stdin=subprocess.PIPE,  # which tells it when this process is gone
+            stdout=subprocess.PIPE,
+            env=os.environ | {"PYTHONPATH": path},
+            bufsize=0,
+        )
+        self._began = time.monotonic()
+        assert self._child.stdout is not None
+        conditions = GLib.IOCondition.IN | GLib.IOCondition.HUP | GLib.IOCondition.ERR
+        GLib.io_add_watch(self._child.stdout.fileno(), GLib.PRIORITY_DEFAULT, conditions, self._readable)
+        return False
+
+    def _readable(self, descriptor: int, _condition: Any) -> bool:
+        data = os.read(descriptor, 1 << 16)
+        if not data:
+            GLib.child_watch_add(GLib.PRIORITY_DEFAULT, self._child.pid, self._gone)
+            return False
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            what = json.loads(line) if line.startswith(b"{") else {}  # the driver's library may print, too
+            self._reason = what.get("ended", "")
+            if what and not self._reason:
+                self._ended = ""
+                self._told(what)
+        return True
+
+    def _gone(self, _pid: int, wait_status: int) -> None:
+        for pipe in (self._child.stdin, self._child.stdout):
+            if pipe is not None:
+                pipe.close()
+        code = os.waitstatus_to_exitcode(wait_status)
+        self._child.returncode = code  # GLib has reaped it
+        by_alarm = "NVML did not answer in time" if code == -signals.SIGALRM else f"exit code {code}"
+        why, self._reason, self._rest = self._reason or by_alarm, "", b""
+        if time.monotonic() - self._began > LONGEST_PAUSE:
+            self._pause = FIRST_PAUSE
+        if why != self._ended:
+            print(f"<4>the GPUs are not watched: {why}; trying again", flush=True)
+            self._told({"changed": True})
+        self._ended = why
+        GLib.timeout_add_seconds(self._pause, self.start)
+        self._pause = min(2 * self._pause, LONGEST_PAUSE)
+
+
+def driver_loaded() -> bool:
+    """Whether there may be a driver to ask; without one nothing need be started."""
+    return Path("/proc/driver/nvidia").exists() or any(Path("/dev").glob("nvidia*"))
+
+
+def all_runs() -> tuple[RunStatus, ...]:
+    """The status of every run that has a run file."""
+    return tuple(status.run_status(name, runfile.path_of(name)) for name in status.all_runs())
+
+
+def gpu_fields(snapshot: Snapshot, gpu: Gpu) -> dict[str, Any]:
+    """What is shown of a GPU: not what changes all the time, which nobody watches."""
+    known = asdict(gpu)
+    for name in ("processes", "utilization", "temperature", "power"):
+        del known[name]
+    busy, opened, unexplained = verdict.dirt(snapshot, gpu)
+    return known | {
+        "held": gpu.held,
+        "unexplained": unexplained,
+        "holders": tuple(dict.fromkeys(holder.line() for holder, _ in (*busy, *opened))),
+        "clean": all(finding.severity != "refuse" for finding in verdict.judge(snapshot, gpu)),
+        "lease": snapshot.leases[gpu.uuid].unit if gpu.uuid in snapshot.leases else None,
+    }
+
+
+def lease_units(snapshot: Snapshot) -> dict[str, str]:
+    """The units of the leases that hold, by UUID."""
+    return {uuid: lease.unit for uuid, lease in sorted(snapshot.leases.items())}
+
+
+def variants(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values as D-Bus has them; None is left out."""
+    signatures: dict[type, str] = {bool: "b", int: "x", float: "d", str: "s", tuple: "as"}
+    return {
+        name: GLib.Variant(
+            "ax" if name in NUMBERS else signatures[type(value)], list(value) if isinstance(value, tuple) else value
+        )
+        for name, value in values.items()
+        if value is not None
+    }
+
+
+def path_of(run: str) -> Path:
+    """The run file of a name that is one. Raises CallRefused."""
+    try:
+        return runfile.path_of(run)
+    except ConfigError as error:
+        raise refused(INVALID, str(error)) from error
+
+
+def call(bus: Any, where: tuple[str, str, str], method: str, arguments: Any, answer: str) -> Any:
+    """Calls a method without asking first what there is. Raises GLib.Error."""
+    name, path, interface = where
+    kind = GLib.VariantType(answer)
+    return bus.con.call_sync(name, path, interface, method, arguments, kind, 0, TIMEOUT * 1000, None).unpack()
+
+
+def reason(error: Any) -> str:
+    """The text of a GLib.Error without D-Bus's name for it, on one line."""
+    text = " ".join(str(error.message).split())
+    return text.removeprefix(f"GDBus.Error:{Gio.DBusError.get_remote_error(error)}: ")
+
+
+def in_thread(function: Callable[..., Any], *arguments: Any) -> None:
+    """Runs it beside the main loop; it does not keep the process alive."""
+    threading.Thread(target=function, args=arguments, daemon=True).start()
+
+
+def verification(run: str) -> Iterator[Finding]:
+    """The findings of `agent verify`, in a transient unit: from inside this one, with most of the file system
+    read-only, an output directory would look as if it could not be written. Raises CallRefused.
+    """
+    unit = f"dflash-verify-{run}.service"
+    command = [
+        *("systemd-run", "--quiet", "--pipe", "--wait", "--collect", "--service-type=exec", f"--unit={unit}"),
+        *(f"--description=Verification of run {run}", f"--property=RuntimeMaxSec={VERIFY_DEADLINE}"),
+        *("--property=ProtectSystem=full", PROGRAM, "verify", run),
+    ]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        raise refused(FAILED, last)
+    for line in done.stdout.splitlines():
+        yield Finding(**json.loads(line))
+
+
+def verify(run: str) -> int:
+    """`agent verify RUN`: the findings of dflashctl verify, each as a line of JSON."""
+    from dflash_agent import cli, preflight
+
+    try:
+        path = runfile.path_of(run)
+        loaded, config = runfile.load(path), load_config()
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return EXIT_CONFIG
+    checked = (*cli.quick_checks(loaded, path), *cli.deep_checks(path))
+    choice = preflight.judge_run(loaded, verdict.take_snapshot(config))
+    for finding in (Finding("config", "ok", f"{path} is well-formed"), *checked, *choice.findings):
+        print(json.dumps(asdict(finding)))
+    return 0
+
+
+def tell_of_xid(xid: Xid, what: Mapping[str, Any], unit: str) -> None:
+    """One entry in the journal, which is the unit's too if it has the GPU (systemd.journal-fields(7))."""
+    from systemd import journal
+
+    label = Gpu(what["index"], what["uuid"], what["bus_id"]).label
+    times = f", {what['count']} times" if what["count"] > 1 else ""
+    about = {"OBJECT_SYSTEMD_UNIT": unit, "DFLASH_RUN": run_of(unit)} if unit else {}
+    journal.send(
+        f"{label}: Xid {xid.code}: {xid.meaning}{times}",
+        PRIORITY="3" if xid.code in xids.FATAL else "4",
+        SYSLOG_IDENTIFIER=IDENTIFIER,
+        DFLASH_EVENT="xid",
+        DFLASH_GPU=what["uuid"],
+        DFLASH_XID=str(xid.code),
+        **about,
+    )
+
+
+def watch_directory(directory: Path, changed: Callable[[], None]) -> Any:
+    """A monitor that calls when something in a directory changes, for as long as it is kept."""
+    monitor = Gio.File.new_for_path(str(directory)).monitor_directory(Gio.FileMonitorFlags.NONE, None)
+    monitor.connect("changed", lambda *_: changed())
+    return monitor
+
+
+def offer_metrics(address: str, scrape: Callable[[], Scrape]) -> None:
+    """Listens at an address; what answers is loaded when the first one calls."""
+    try:
+        listener = metrics.listen(address)
+    except OSError as error:
+        print(f"<4>no metrics at {address}: {error}; see metrics in /etc/dflash/agent.toml", flush=True)
+        return
+
+    def called(_descriptor: int, _condition: Any) -> bool:
+        metrics.serve_in_thread(listener, scrape)
+        return False
+
+    GLib.io_add_watch(listener.fileno(), GLib.PRIORITY_DEFAULT, GLib.IOCondition.IN, called)
+
+
+def serve(config: AgentConfig) -> int:
+    """Runs until SIGTERM."""
+    logging.getLogger("pydbus.registration").addFilter(
+        lambda record: not (record.exc_info and isinstance(record.exc_info[1], CallRefused))
+    )
+    bus = SystemBus()
+    agent = Agent(bus, config)
+    call(bus, SYSTEMD, "Subscribe", None, "()")
+    subscribed = (SYSTEMD[0], "org.freedesktop.DBus.Properties", "PropertiesChanged", None, None, 0)
+    bus.con.signal_subscribe(*subscribed, agent.unit_changed)
+    directories = (runfile.RUNS_DIR, leases.LEASES_DIR)
+    monitors = [watch_directory(directory, lambda: agent.look_at_runs.within(SOON)) for directory in directories]
+    agent.adopt_snapshot(agent.snapshots.get())
+    agent.adopt_runs(agent.runs.get())
+    interfaces = Gio.DBusNodeInfo.new_for_xml(XML).interfaces
+    registration = ObjectRegistration(bus, PATH, interfaces, Registered(agent, interfaces), own_wrapper=True)
+    Watcher(agent.told).start()
+    if config.metrics:
+        offer_metrics(config.metrics, agent.scrape)
+    loop = GLib.MainLoop()
+    GLib.unix_signal_add(GLib.PRIORITY_HIGH, signals.SIGTERM, loop.quit)
+    with registration, bus.request_name(BUS_NAME, allow_replacement=False):
+        loop.run()
+    del monitors
+    return 0
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The service; or, as `agent verify RUN`, the checks that it has a transient unit do."""
+    words = sys.argv[1:] if arguments is None else arguments
+    if words[:1] == ["verify"] and len(words) == 2:
+        return verify(words[1])
+    if words:
+        print("usage: agent [verify RUN]", file=sys.stderr)
+        return 2
+    try:
+        return serve(load_config())
+    except ConfigError as error:
+        print(f"<3>{error}", flush=True)
+        return EXIT_CONFIG
+
+
+if __name__ == "__main__":
+    sys.exit(main())
