@@ -14,7 +14,7 @@ from dflash_agent import __version__
 from dflash_agent.gpus import Gpu
 from dflash_agent.manager import unit_of
 from dflash_agent.status import RunStatus
-from dflash_agent.verdict import Snapshot, dirt, judge
+from dflash_agent.verdict import Snapshot, dirt, judge_in_use
 from dflash_agent.xids import short_bus_id
 
 CLIENT_SECONDS = 10  # for a client to send its request
@@ -85,8 +85,8 @@ def _gpu_families(scrape: Scrape) -> Iterator[Family]:
     )
     yield each(
         "clean",
-        "1 if a run could be started on the GPU now",
-        lambda gpu: float(all(finding.severity != "refuse" for finding in judge(snapshot, gpu))),
+        "1 if nothing stands in the way but the run that has leased the GPU",
+        lambda gpu: float(all(finding.severity != "refuse" for finding in judge_in_use(snapshot, gpu))),
     )
     yield each(
         "holders",

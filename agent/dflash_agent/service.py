@@ -389,7 +389,7 @@ def gpu_fields(snapshot: Snapshot, gpu: Gpu) -> dict[str, Any]:
         "held": gpu.held,
         "unexplained": unexplained,
         "holders": tuple(dict.fromkeys(holder.line() for holder, _ in (*busy, *opened))),
-        "clean": all(finding.severity != "refuse" for finding in verdict.judge(snapshot, gpu)),
+        "clean": all(finding.severity != "refuse" for finding in verdict.judge_in_use(snapshot, gpu)),
         "lease": snapshot.leases[gpu.uuid].unit if gpu.uuid in snapshot.leases else None,
     }
 

@@ -1,7 +1,6 @@
 """Metrics as their readers see them: JSON lines, TensorBoard's own reader, and what stands on a terminal."""
 
 import contextlib
-import doctest
 import json
 import math
 import os
@@ -11,7 +10,6 @@ from typing import Any
 import pytest
 from conftest import small_disk
 from dflash_agent import outputs
-from dflash_trainer import metrics
 from dflash_trainer.metrics import Metrics, Progress, append, duration, mend_last_line, status_line
 from hypothesis import given
 from hypothesis import strategies as st
@@ -193,8 +191,3 @@ def test_a_duration_names_at_most_two_units_and_is_near(seconds: float) -> None:
     if len(parts) == 2:
         assert parts[0][0] > 0
         assert parts[1][0] * parts[1][1] < parts[0][1]
-
-
-def test_the_examples_in_the_docstrings() -> None:
-    assert doctest.testmod(metrics).attempted > 0
-    assert doctest.testmod(metrics).failed == 0

@@ -93,6 +93,13 @@ def test_gpus_are_told_with_what_is_on_them() -> None:
     assert found["dflash_gpu_xid_errors_total", "0", "79"] == 1  # of the kernel's log: once at least
 
 
+def test_a_gpu_with_nothing_but_the_run_that_has_leased_it_is_clean() -> None:
+    trainer = replace(HOLDER, unit="dflash-train@run1.service")
+    found = figures(Scrape(replace(SNAPSHOT, holders=(trainer,))))
+    assert found["dflash_gpu_clean", "1"] == 1
+    assert found["dflash_gpu_holders", "1"] == 1
+
+
 def test_what_the_driver_does_not_tell_is_left_out() -> None:
     found = figures(Scrape(SNAPSHOT))
     assert found["dflash_gpu_power_watts", "0"] == 76.5

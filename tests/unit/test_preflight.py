@@ -145,6 +145,13 @@ def test_nothing_is_reaped_on_a_gpu_that_would_stay_dirty(monkeypatch: pytest.Mo
     assert reap_targets(alone, choose(alone, "auto", 1, UNIT), UNIT) == [mine]
 
 
+def test_the_pauses_between_restarts_double_up_to_ten_minutes() -> None:
+    waits = [preflight.pause(n) + preflight.RESTART_SECONDS for n in range(1, 12)]
+    assert waits == [5, 10, 20, 40, 80, 160, 320, 600, 600, 600, 600]
+    assert preflight.pause(0) == 0
+    assert preflight.pause(10**9) == 595
+
+
 def test_devices_of_the_run_file_come_before_those_of_the_environment() -> None:
     assert wanted_devices(a_run(), {}) == "auto"
     assert wanted_devices(a_run(), {"CUDA_VISIBLE_DEVICES": "1,2"}) == "1,2"
