@@ -1,4 +1,4 @@
-"""Watches the GPUs for the agent's service: tells Xid errors as they come, and when somebody comes or goes.
+"""Watches the GPUs while a run has some: tells the service of Xid errors, and when somebody comes or goes.
 
 `python3 -m dflash_agent.gpuwatch BYTES` prints a JSON line for each of these and nothing else; BYTES may be held
 on a GPU without being told of. It ends with its parent, when a call does not return, and when the driver is away or

@@ -1,8 +1,8 @@
 """dflash-agent.service: what the node's GPUs and runs are in, on the bus as org.dflash.Agent1 and for Prometheus.
 
-It polls nothing: systemd tells of units (org.freedesktop.systemd1(5)), the kernel of run files and leases
-(inotify(7)), and a child process of the GPUs (gpuwatch). What takes time is done in threads, so that the main loop
-is always free to answer.
+It hardly polls: systemd tells of units (org.freedesktop.systemd1(5)), the kernel of run files, leases and device
+nodes (inotify(7)), and while a run has GPUs a child process tells of those (gpuwatch). What takes time is done in
+threads, so that the main loop is always free to answer.
 """
 
 import contextlib
@@ -29,8 +29,10 @@ from pydbus.registration import ObjectRegistration, ObjectWrapper
 
 from dflash_agent import leases, metrics, runfile, status, verdict, xids
 from dflash_agent.config import AgentConfig, load_config
+from dflash_agent.devices import DeviceNodes, Pace
 from dflash_agent.findings import Finding
 from dflash_agent.gpus import Gpu, Reading
+from dflash_agent.inotify import CLOSE_WRITE, CREATE, DELETE, MOVED_FROM, MOVED_TO, Inotify
 from dflash_agent.manager import TIMEOUT, unit_of
 from dflash_agent.metrics import Scrape, run_of
 from dflash_agent.report import node_findings
@@ -53,7 +55,7 @@ POLKIT = (
 )
 SOON, LATER = 0.2, 10.0  # seconds until runs are looked at: after a change of state, after a new step
 SCRAPE_AGE = 5.0  # seconds that the figures of one scrape may serve the next
-DRIVER_EVERY = 10  # seconds between two looks for a driver that is not loaded
+LOOK_EVERY = 900  # seconds between two looks at the GPUs when nothing tells of a change, as of some containers
 FIRST_PAUSE, LONGEST_PAUSE = 2, 60  # seconds before the GPUs' watcher is started again
 CALLS = 16  # that may be worked on at a time
 VERIFY_DEADLINE = 1500  # seconds; dflashctl verify ends its own checks before
@@ -103,6 +105,7 @@ class Fresh(Generic[T]):
         self._make, self._made = make, made
         self._lock = threading.Lock()
         self._value: tuple[float, T] | None = None
+        self.busy = False
 
     def get(self, age: float = 0.0) -> T:
         """One whose making began at most so many seconds before this call."""
@@ -110,9 +113,18 @@ class Fresh(Generic[T]):
         with self._lock:
             if self._value is None or self._value[0] < asked - age:
                 began = time.monotonic()
-                self._value = (began, self._make())
-                GLib.idle_add(self._made, self._value[1])
+                self.busy = True  # until it has been adopted
+                try:
+                    self._value = (began, self._make())
+                    GLib.idle_add(self._adopt, self._value[1])
+                except BaseException:
+                    self.busy = False
+                    raise
             return self._value[1]
+
+    def _adopt(self, value: T) -> None:
+        self._made(value)
+        self.busy = False
 
 
 class Later:
@@ -195,6 +207,10 @@ class Agent:
         self._states: dict[str, tuple[str, str]] = {}  # of units, by object path
         self._last_xid = 0.0
         self._verifying = threading.Lock()
+        self._files = Inotify()
+        self._nodes = DeviceNodes()
+        self._pace = Pace()
+        self._watcher = Watcher(self.told)
         self.snapshots = Fresh(lambda: verdict.take_snapshot(config), self.adopt_snapshot)
         self.runs = Fresh(all_runs, self.adopt_runs)
         self.look_at_gpus = Later(self.snapshots.get)
@@ -251,9 +267,17 @@ class Agent:
             raise refused(DENIED, f"{ACTION} is not allowed for this user: {remedy}")
 
     def adopt_snapshot(self, snapshot: Snapshot) -> None:
-        """Shows a new snapshot; leases are as of now."""
+        """Shows a new snapshot, and looks again soon if it has brought news."""
+        self._nodes.changed()  # by the look itself
+        if (pause := self._pace.looked(self._show_gpus(snapshot))) is not None:
+            self.look_at_gpus.within(pause)
+
+    def _show_gpus(self, snapshot: Snapshot) -> bool:
+        """Shows a snapshot with the leases of now; whether the bus was told of anything."""
         self._snapshot = replace(snapshot, leases=leases.current())
-        self._show(
+        uuids = tuple(gpu.uuid for gpu in snapshot.reading.gpus)
+        self._watcher.keep((snapshot.reading.driver, *uuids) if self._snapshot.leases else None)
+        return self._show(
             GPUs=[variants(gpu_fields(self._snapshot, gpu)) for gpu in snapshot.reading.gpus],
             Findings=[variants(asdict(finding)) for finding in node_findings(self._snapshot)],
             Leases=lease_units(self._snapshot),
@@ -264,15 +288,39 @@ class Agent:
         """Shows the runs, and leases if those have changed."""
         self._show(Runs=[variants(asdict(row)) for row in rows])
         if lease_units(replace(self._snapshot, leases=leases.current())) != self.Leases:
-            self.adopt_snapshot(self._snapshot)
+            self._show_gpus(self._snapshot)
 
-    def _show(self, **values: Any) -> None:
-        """Sets properties, and tells the bus of those that are not what they were."""
+    def _show(self, **values: Any) -> bool:
+        """Sets properties, and tells the bus of those that are not what they were, if any."""
         changed = {name: value for name, value in values.items() if getattr(self, name) != value}
         for name, value in changed.items():
             setattr(self, name, value)
         if changed:
             self.PropertiesChanged(INTERFACE, changed, [])
+        return bool(changed)
+
+    def watch(self) -> None:
+        """Looks again when something has changed, and at the GPUs now and then."""
+        self._files.add(runfile.RUNS_DIR, CREATE | DELETE | MOVED_FROM | MOVED_TO | CLOSE_WRITE)
+        self._files.add(leases.LEASES_DIR, CLOSE_WRITE)
+        readable = (GLib.PRIORITY_DEFAULT, GLib.IOCondition.IN)
+        GLib.io_add_watch(self._files.descriptor, *readable, self._file_changed)
+        GLib.io_add_watch(self._nodes.descriptor, *readable, self._node_changed)
+        GLib.timeout_add_seconds(LOOK_EVERY, self._look_now_and_then)
+
+    def _file_changed(self, _descriptor: int, _condition: Any) -> bool:
+        if any([*self._files.events()]):
+            self.look_at_runs.within(SOON)
+        return True
+
+    def _node_changed(self, _descriptor: int, _condition: Any) -> bool:
+        if self._nodes.changed() and not self.snapshots.busy:  # else it may be the look itself
+            self.look_at_gpus.within(self._pace.stirred(time.monotonic()))
+        return True
+
+    def _look_now_and_then(self) -> bool:
+        self.look_at_gpus.within(0)
+        return True
 
     def unit_changed(self, _con: Any, _sender: str, path: str, _interface: str, _signal: str, values: Any) -> None:
         """A signal of any unit's: a new state is shown soon, a new step later."""
@@ -308,21 +356,37 @@ class Agent:
 
 
 class Watcher:
-    """Keeps a child process that watches the GPUs, for as long as there is a driver."""
+    """A child process that watches the GPUs, for as long as it is wanted."""
 
     def __init__(self, told: Callable[[Mapping[str, Any]], None]) -> None:
         self._told = told
+        self._child: subprocess.Popen[bytes] | None = None
+        self._over: tuple[str, ...] | None = None
+        self._replaced = False
+        self._timer = 0
         self._pause = FIRST_PAUSE
         self._ended = ""  # why the one before did
         self._reason = ""  # what this one said of why it ends
         self._rest = b""
 
-    def start(self) -> bool:
-        """Starts it, or looks again later. False, so that GLib does not repeat it."""
-        if not driver_loaded():
-            self._pause = FIRST_PAUSE
-            GLib.timeout_add_seconds(DRIVER_EVERY, self.start)
-            return False
+    def keep(self, over: tuple[str, ...] | None) -> None:
+        """Has one watch over what is told, a driver and its GPUs, or none."""
+        if over == self._over:
+            return
+        self._over = over
+        self._pause, self._ended = FIRST_PAUSE, ""
+        if self._timer:
+            GLib.source_remove(self._timer)
+            self._timer = 0
+        if self._child is not None:
+            self._replaced = True
+            os.kill(self._child.pid, signals.SIGTERM)  # GLib reaps it, just before _gone()
+        elif over is not None:
+            self._start()
+
+    def _start(self) -> bool:
+        """False, so that GLib does not repeat it."""
+        self._timer = 0
         path = os.pathsep.join([str(Path(__file__).parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
         self._child = subprocess.Popen(
             [sys.executable, "-m", "dflash_agent.gpuwatch", str(verdict.TOLERANCE)],
@@ -339,7 +403,7 @@ class Watcher:
 
     def _readable(self, descriptor: int, _condition: Any) -> bool:
         data = os.read(descriptor, 1 << 16)
-        if not data:
+        if not data and self._child is not None:
             GLib.child_watch_add(GLib.PRIORITY_DEFAULT, self._child.pid, self._gone)
             return False
         *lines, self._rest = (self._rest + data).split(b"\n")
@@ -352,26 +416,29 @@ class Watcher:
         return True
 
     def _gone(self, _pid: int, wait_status: int) -> None:
+        assert self._child is not None
         for pipe in (self._child.stdin, self._child.stdout):
             if pipe is not None:
                 pipe.close()
         code = os.waitstatus_to_exitcode(wait_status)
         self._child.returncode = code  # GLib has reaped it
+        self._child = None
         by_alarm = "NVML did not answer in time" if code == -signals.SIGALRM else f"exit code {code}"
         why, self._reason, self._rest = self._reason or by_alarm, "", b""
+        replaced, self._replaced = self._replaced, False
+        if self._over is None:
+            return
+        if replaced:
+            self._start()
+            return
         if time.monotonic() - self._began > LONGEST_PAUSE:
             self._pause = FIRST_PAUSE
         if why != self._ended:
             print(f"<4>the GPUs are not watched: {why}; trying again", flush=True)
             self._told({"changed": True})
         self._ended = why
-        GLib.timeout_add_seconds(self._pause, self.start)
+        self._timer = GLib.timeout_add_seconds(self._pause, self._start)
         self._pause = min(2 * self._pause, LONGEST_PAUSE)
-
-
-def driver_loaded() -> bool:
-    """Whether there may be a driver to ask; without one nothing need be started."""
-    return Path("/proc/driver/nvidia").exists() or any(Path("/dev").glob("nvidia*"))
 
 
 def all_runs() -> tuple[RunStatus, ...]:
@@ -490,13 +557,6 @@ def tell_of_xid(xid: Xid, what: Mapping[str, Any], unit: str) -> None:
     )
 
 
-def watch_directory(directory: Path, changed: Callable[[], None]) -> Any:
-    """A monitor that calls when something in a directory changes, for as long as it is kept."""
-    monitor = Gio.File.new_for_path(str(directory)).monitor_directory(Gio.FileMonitorFlags.NONE, None)
-    monitor.connect("changed", lambda *_: changed())
-    return monitor
-
-
 def offer_metrics(address: str, scrape: Callable[[], Scrape]) -> None:
     """Listens at an address; what answers is loaded when the first one calls."""
     try:
@@ -522,20 +582,17 @@ def serve(config: AgentConfig) -> int:
     call(bus, SYSTEMD, "Subscribe", None, "()")
     subscribed = (SYSTEMD[0], "org.freedesktop.DBus.Properties", "PropertiesChanged", None, None, 0)
     bus.con.signal_subscribe(*subscribed, agent.unit_changed)
-    directories = (runfile.RUNS_DIR, leases.LEASES_DIR)
-    monitors = [watch_directory(directory, lambda: agent.look_at_runs.within(SOON)) for directory in directories]
+    agent.watch()
     agent.adopt_snapshot(agent.snapshots.get())
     agent.adopt_runs(agent.runs.get())
     interfaces = Gio.DBusNodeInfo.new_for_xml(XML).interfaces
     registration = ObjectRegistration(bus, PATH, interfaces, Registered(agent, interfaces), own_wrapper=True)
-    Watcher(agent.told).start()
     if config.metrics:
         offer_metrics(config.metrics, agent.scrape)
     loop = GLib.MainLoop()
     GLib.unix_signal_add(GLib.PRIORITY_HIGH, signals.SIGTERM, loop.quit)
     with registration, bus.request_name(BUS_NAME, allow_replacement=False):
         loop.run()
-    del monitors
     return 0
 
 

@@ -76,11 +76,23 @@ def configure(node: Machine, policy: str, **changes: object) -> None:
 @contextlib.contextmanager
 def holding(user: str, program: str = HOLD) -> Iterator[tuple["subprocess.Popen[str]", int, int]]:
     """A process of a user's that holds memory: its handle, its pid and that of the one that will hold it."""
-    command = ("setpriv", "--reuid", user, "--regid", user, "--clear-groups", sys.executable, "-c", program)
+    command = (
+        "setpriv",
+        "--reuid",
+        user,
+        "--regid",
+        user,
+        "--clear-groups",
+        sys.executable,
+        "-W",
+        "ignore",
+        "-c",
+        program,
+    )
     process = HOST.start(*command)
     assert process.stdout is not None
     pids = process.stdout.readline().split()
-    assert len(pids) == 2, process.stdout.read()
+    assert len(pids) == 2, pids
     try:
         yield process, int(pids[0]), int(pids[1])
     finally:
@@ -147,7 +159,7 @@ def test_a_process_that_was_killed_and_not_reaped(node: Machine, unit: str, poli
 @pytest.mark.parametrize("policy", ["fail", "wait", "reap"])
 def test_the_live_child_of_a_dead_parent(node: Machine, unit: str, policy: str) -> None:
     with holding("dflash", LEAVE) as (process, _, child):
-        process.wait()
+        wait_for(lambda: process.poll() is not None, 30, "the parent to end")
         configure(node, policy, preflight_wait="2s")
         started = try_start(node, unit, "8 GiB of a dead parent's child", policy)
         assert started is (policy == "reap")

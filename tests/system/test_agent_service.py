@@ -14,6 +14,7 @@ from .gpus import holding, install_driver, report, unload_driver, xid
 from .node import apt, journal, make_run, show, wait_for
 
 UNIT = "dflash-agent.service"
+STRUCK = "dflash-train@struck.service"
 NAME = ("org.dflash.Agent1", "/org/dflash/Agent1", "org.dflash.Agent1")
 METRICS = "http://127.0.0.1:9479/metrics"
 FETCH = f"import urllib.request as r; print(r.urlopen({METRICS!r}, timeout=30).read().decode())"
@@ -71,10 +72,23 @@ def cards(node: Machine) -> Iterator[Machine]:
     install_driver(node)
     report(node, h200(0), h200(1))
     wait_for(lambda: len(prop(node, "GPUs")) == 2, 90, "the agent to see the GPUs")
-    wait_for(lambda: watcher(node) is not None, 90, "the GPUs to be watched")
     yield node
     unload_driver(node)
     wait_for(lambda: not prop(node, "GPUs"), 90, "the agent to see that the driver is away")
+
+
+@pytest.fixture
+def leased(cards: Machine) -> Iterator[Machine]:
+    """The second GPU is leased by a unit, and so the GPUs are watched."""
+    uuid = str(h200(1)["uuid"])
+    cards.run("systemd-run", "--unit=leaseholder", "--service-type=exec", "python3", "-c", LEASE, uuid, STRUCK)
+    wait_for(lambda: prop(cards, "Leases") == {uuid: STRUCK}, 30, "the lease to be shown")
+    wait_for(lambda: watcher(cards) is not None, 30, "the GPUs to be watched")
+    yield cards
+    cards.run("systemctl", "stop", "leaseholder")
+    wait_for(lambda: prop(cards, "Leases") == {}, 30, "the lease to be gone")
+    wait_for(lambda: watcher(cards) is None, 30, "the watch to end")
+    cards.run("rm", f"/run/dflash/leases/{uuid}")
 
 
 def prop(node: Machine, name: str) -> Any:
@@ -244,49 +258,59 @@ def test_check_looks_afresh(cards: Machine) -> None:
     ]
 
 
-def test_an_xid_error_is_in_the_journal_of_the_unit_that_has_the_gpu(cards: Machine) -> None:
-    unit, uuid = "dflash-train@struck.service", str(h200(1)["uuid"])
-    cards.run("systemd-run", "--unit=leaseholder", "--service-type=exec", "python3", "-c", LEASE, uuid, unit)
-    wait_for(lambda: prop(cards, "Leases") == {uuid: unit}, 30, "the lease to be shown")
-    xid(cards, 1, 79)
-    xid(cards, 0, 31)
-    wait_for(lambda: "Xid 79" in journal(cards, unit), 30, "the error to be in the journal")
-    assert "GPU 1 (00000000:02:00.0): Xid 79: the GPU has fallen off the bus" in journal(cards, unit)
-    assert "Xid 31" not in journal(cards, unit)
-    told = cards.run("journalctl", "--unit", unit, "DFLASH_EVENT=xid", "--output=json", "--no-pager").stdout
+def test_an_xid_error_is_in_the_journal_of_the_unit_that_has_the_gpu(leased: Machine) -> None:
+    uuid = str(h200(1)["uuid"])
+    xid(leased, 1, 79)
+    xid(leased, 0, 31)
+    wait_for(lambda: "Xid 79" in journal(leased, STRUCK), 30, "the error to be in the journal")
+    assert "GPU 1 (00000000:02:00.0): Xid 79: the GPU has fallen off the bus" in journal(leased, STRUCK)
+    assert "Xid 31" not in journal(leased, STRUCK)
+    told = leased.run("journalctl", "--unit", STRUCK, "DFLASH_EVENT=xid", "--output=json", "--no-pager").stdout
     entry = json.loads(told.splitlines()[0])
     assert (entry["DFLASH_RUN"], entry["DFLASH_GPU"], entry["DFLASH_XID"]) == ("struck", uuid, "79")
-    assert (entry["OBJECT_SYSTEMD_UNIT"], entry["PRIORITY"]) == (unit, "3")
-    wait_for(lambda: "Xid 31" in journal(cards, UNIT), 30, "the other error to be in the agent's journal")
-    wait_for(lambda: "gpu-xid" in [f["code"] for f in prop(cards, "Findings")], 30, "the error to be shown")
-    lines = scrape(cards)
+    assert (entry["OBJECT_SYSTEMD_UNIT"], entry["PRIORITY"]) == (STRUCK, "3")
+    wait_for(lambda: "Xid 31" in journal(leased, UNIT), 30, "the other error to be in the agent's journal")
+    wait_for(lambda: "gpu-xid" in [f["code"] for f in prop(leased, "Findings")], 30, "the error to be shown")
+    lines = scrape(leased)
     of_gpu_1 = [line for line in lines if uuid in line]
     assert any(line.startswith("dflash_gpu_leased{") and 'run="struck"' in line for line in of_gpu_1)
     assert any(line.startswith("dflash_gpu_xid_errors_total{") and 'xid="79"' in line for line in of_gpu_1)
     assert 'dflash_agent_info{driver="580.95.05",version="0.1.0"} 1.0' in lines
-    cards.run("systemctl", "stop", "leaseholder")
-    wait_for(lambda: prop(cards, "Leases") == {}, 30, "the lease to be gone")
-    cards.run("rm", "/run/dflash/xids.jsonl", f"/run/dflash/leases/{uuid}")
+    leased.run("rm", "/run/dflash/xids.jsonl")
 
 
-def test_a_watcher_that_is_killed_is_replaced(cards: Machine) -> None:
-    first = watcher(cards)
+def test_a_watcher_that_is_killed_is_replaced(leased: Machine) -> None:
+    first = watcher(leased)
     assert first is not None
-    cards.run("kill", "-KILL", str(first))
-    wait_for(lambda: watcher(cards) not in (None, first), 30, "another watcher")
-    assert "the GPUs are not watched: exit code -9" in journal(cards, UNIT)
+    leased.run("kill", "-KILL", str(first))
+    wait_for(lambda: watcher(leased) not in (None, first), 30, "another watcher")
+    assert "the GPUs are not watched: exit code -9" in journal(leased, UNIT)
 
 
-def test_killed_it_comes_back_and_its_watcher_does_not_stay(cards: Machine) -> None:
-    before, old = main_pid(cards), watcher(cards)
-    cards.run("systemctl", "kill", "--kill-whom=main", "--signal=SIGKILL", UNIT)
-    wait_for(lambda: not cards.path(f"/proc/{old}").exists(), 10, "the watcher to end with it")
-    wait_for(lambda: show(cards, UNIT, "ActiveState") == "active", 30, "the agent to be back")
-    assert main_pid(cards) != before
-    assert len(prop(cards, "GPUs")) == 2
-    cards.run("systemctl", "stop", UNIT)
-    assert prop(cards, "Driver") == "580.95.05"  # asking starts it
-    assert show(cards, UNIT, "Result") == "success"
+def test_a_driver_that_is_replaced_beneath_it_is_found(leased: Machine) -> None:
+    first = watcher(leased)
+    unload_driver(leased)
+    wait_for(lambda: prop(leased, "Driver") == "", 60, "the agent to see that the driver is away")
+    report(leased, h200(0), h200(1), h200(2), driver="590.44.01")
+    wait_for(lambda: prop(leased, "Driver") == "590.44.01", 60, "the new driver to be seen")
+    wait_for(lambda: watcher(leased) not in (None, first), 90, "its GPUs to be watched")
+    assert len(prop(leased, "GPUs")) == 3
+    xid(leased, 2, 48)
+    wait_for(lambda: "Xid 48" in journal(leased, UNIT), 30, "an error of it to be in the journal")
+    leased.run("rm", "/run/dflash/xids.jsonl")
+
+
+def test_killed_it_comes_back_and_its_watcher_does_not_stay(leased: Machine) -> None:
+    before, old = main_pid(leased), watcher(leased)
+    leased.run("systemctl", "kill", "--kill-whom=main", "--signal=SIGKILL", UNIT)
+    wait_for(lambda: not leased.path(f"/proc/{old}").exists(), 10, "the watcher to end with it")
+    wait_for(lambda: show(leased, UNIT, "ActiveState") == "active", 30, "the agent to be back")
+    assert main_pid(leased) != before
+    assert len(prop(leased, "GPUs")) == 2
+    assert prop(leased, "Leases") == {h200(1)["uuid"]: STRUCK}
+    leased.run("systemctl", "stop", UNIT)
+    assert prop(leased, "Driver") == "580.95.05"  # asking starts it
+    assert show(leased, UNIT, "Result") == "success"
 
 
 def test_calls_leave_no_memory_behind(cards: Machine) -> None:
@@ -300,24 +324,31 @@ def test_calls_leave_no_memory_behind(cards: Machine) -> None:
     assert main_pid(cards) == pid
 
 
-def test_idle_it_is_small_and_does_nothing(cards: Machine) -> None:
+def test_idle_it_is_small_does_nothing_and_holds_no_gpu(cards: Machine) -> None:
     cards.run("systemctl", "restart", UNIT)
-    wait_for(lambda: watcher(cards) is not None, 30, "the GPUs to be watched")
-    pids = [main_pid(cards), watcher(cards) or 0]
+    assert len(prop(cards, "GPUs")) == 2
+    pid = main_pid(cards)
 
-    def looks() -> int:
-        status = cards.path(f"/proc/{pids[1]}/status").read_text()
+    def wakeups() -> int:
+        status = cards.path(f"/proc/{pid}/status").read_text()
         return int(status.rpartition("\nvoluntary_ctxt_switches:")[2].split()[0])
 
-    wait_for(lambda: len(prop(cards, "GPUs")) == 2, 30, "the first look to be shown")
-    first = looks()
-    wait_for(lambda: looks() > first, 30, "the watcher to look again")
-    began, used, second = time.monotonic(), sum(cpu_seconds(cards, pid) for pid in pids), looks()
-    wait_for(lambda: looks() >= second + 2, 60, "the watcher to look twice more")
-    share = (sum(cpu_seconds(cards, pid) for pid in pids) - used) / (time.monotonic() - began)
-    sizes = [kilobytes(cards, pid) for pid in pids]
-    print(f"idle: PSS {sizes[0]} + {sizes[1]} KiB, {share:.2%} of a core")
-    assert sum(sizes) < 60 << 10
-    assert share < 0.005
+    began, used, woken = time.monotonic(), cpu_seconds(cards, pid), wakeups()
+
+    def idle() -> bool:
+        nonlocal began, used, woken
+        if wakeups() != woken:
+            began, used, woken = time.monotonic(), cpu_seconds(cards, pid), wakeups()
+        return time.monotonic() - began > 30  # longer than between two looks that follow the start
+
+    wait_for(idle, 120, "it to have nothing to do")
+    share = (cpu_seconds(cards, pid) - used) / (time.monotonic() - began)
+    size = kilobytes(cards, pid)
+    print(f"idle: PSS {size} KiB, {share:.2%} of a core")
+    assert size < 40 << 10
+    assert share < 0.001
+    links = [link.readlink() for link in cards.path(f"/proc/{pid}/fd").iterdir()]
+    assert not [link for link in links if "nvidia" in link.name]
+    assert watcher(cards) is None
     scrape(cards)
-    print(f"after a scrape: PSS {kilobytes(cards, pids[0])} KiB")
+    print(f"after a scrape: PSS {kilobytes(cards, pid)} KiB")
