@@ -47,7 +47,7 @@ class Pace:
     What opens a node allocates a while after, and tools that look at GPUs every few seconds open it each time.
     """
 
-    SOONEST, LATEST, FACTOR = 0.2, 60.0, 5.0  # seconds
+    SOONEST, SOON, LATEST, FACTOR = 0.2, 1.0, 60.0, 5.0  # seconds
 
     def __init__(self) -> None:
         self._pause = self.SOONEST
@@ -60,7 +60,7 @@ class Pace:
         self._last = now
         return self._pause
 
-    def looked(self, changed: bool) -> float | None:
+    def looked(self, news: bool) -> float | None:
         """After a look: seconds until the next one, or None if it is not worth it."""
-        self._pause = self.SOONEST if changed else min(self._pause * self.FACTOR, self.LATEST)
+        self._pause = self.SOON if news else min(self._pause * self.FACTOR, self.LATEST)
         return self._pause if self._pause < self.LATEST else None

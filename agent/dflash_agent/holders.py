@@ -66,14 +66,14 @@ class Holder:
         """Whether it can hold memory: a zombie's is being given back, unless others share it."""
         return self.state not in (*DEAD, "gone")
 
-    def line(self) -> str:
+    def line(self, aged: bool = True) -> str:
         """For people: pid, user, command, where it runs, age and state."""
         if self.state == "gone":
             return f"pid {self.pid} (not seen from here: it has ended, or is in another container)"
         about = [self.user, self.command]
         about += [self.place] if self.place else []
         about += [f"pid {self.inner_pid} inside"] if self.inner_pid else []
-        about += [f"for {age(self.started)}"] if self.started else []
+        about += [f"for {age(self.started)}"] if self.started and aged else []
         about += [self.state] if self.state not in ("running", "sleeping", "idle", "") else []
         known = ", ".join(word for word in about if word)
         return f"pid {self.pid} ({known})" if known else f"pid {self.pid}"

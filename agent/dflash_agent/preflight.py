@@ -175,7 +175,10 @@ def is_settling(snapshot: Snapshot, choice: Choice) -> bool:
 
 
 def reap_targets(snapshot: Snapshot, choice: Choice, unit: str) -> list[Holder]:
-    """The holders that may be ended, on GPUs where that would be enough to make them clean."""
+    """The holders that may be ended, on GPUs where that may be enough to make them clean.
+
+    Of several processes that have a node open, any may be the one that holds the memory.
+    """
     try:
         uid = pwd.getpwnam(USER).pw_uid
     except KeyError:
@@ -186,10 +189,9 @@ def reap_targets(snapshot: Snapshot, choice: Choice, unit: str) -> list[Holder]:
         by_gpu.setdefault(finding.gpu, []).append(finding)
     targets: dict[int, Holder] = {}
     for found in by_gpu.values():
-        others = [f for f in found if f.pid not in by_pid and f.code != "gpu-memory-unexplained"]
-        held_by = [by_pid[f.pid] for f in found if f.pid in by_pid]
-        if not others and all(forbidden(holder, uid, unit) is None for holder in held_by):
-            targets |= {holder.pid: holder for holder in held_by}
+        ours = {f.pid for f in found if f.pid in by_pid and forbidden(by_pid[f.pid], uid, unit) is None}
+        if all(f.pid in ours or f.code in ("gpu-held", "gpu-memory-unexplained") for f in found):
+            targets |= {pid: by_pid[pid] for pid in ours}
     return list(targets.values())
 
 

@@ -33,7 +33,7 @@ from dflash_agent.devices import DeviceNodes, Pace
 from dflash_agent.findings import Finding
 from dflash_agent.gpus import Gpu, Reading
 from dflash_agent.inotify import CLOSE_WRITE, CREATE, DELETE, MOVED_FROM, MOVED_TO, Inotify
-from dflash_agent.manager import TIMEOUT, unit_of
+from dflash_agent.manager import MANAGER, call, unit_of
 from dflash_agent.metrics import Scrape, run_of
 from dflash_agent.report import node_findings
 from dflash_agent.runfile import ConfigError
@@ -47,13 +47,12 @@ IDENTIFIER = "dflash-agent"
 EXIT_CONFIG = 78
 PROGRAM = "/usr/libexec/dflash/agent"
 UNITS = "/org/freedesktop/systemd1/unit/dflash_2dtrain_40"
-SYSTEMD = ("org.freedesktop.systemd1", "/org/freedesktop/systemd1", "org.freedesktop.systemd1.Manager")
 POLKIT = (
     "org.freedesktop.PolicyKit1",
     "/org/freedesktop/PolicyKit1/Authority",
     "org.freedesktop.PolicyKit1.Authority",
 )
-SOON, LATER = 0.2, 10.0  # seconds until runs are looked at: after a change of state, after a new step
+SOON, LATER = 0.2, 30.0  # seconds until runs are looked at: after a change of state, after a new step
 SCRAPE_AGE = 5.0  # seconds that the figures of one scrape may serve the next
 LOOK_EVERY = 900  # seconds between two looks at the GPUs when nothing tells of a change, as of some containers
 FIRST_PAUSE, LONGEST_PAUSE = 2, 60  # seconds before the GPUs' watcher is started again
@@ -249,7 +248,7 @@ class Agent:
             raise refused(INVALID, f"{path} does not exist; make it with `dflashctl new {run} …`")
         arguments = GLib.Variant("(ss)", (unit_of(run), "replace"))
         try:
-            job: str = call(self._bus, SYSTEMD, method, arguments, "(o)")[0]
+            job: str = call(self._bus, MANAGER, method, arguments, "(o)")[0]
         except GLib.Error as error:
             raise refused(Gio.DBusError.get_remote_error(error) or FAILED, reason(error)) from error
         return job
@@ -269,15 +268,17 @@ class Agent:
     def adopt_snapshot(self, snapshot: Snapshot) -> None:
         """Shows a new snapshot, and looks again soon if it has brought news."""
         self._nodes.changed()  # by the look itself
-        if (pause := self._pace.looked(self._show_gpus(snapshot))) is not None:
+        before = self._snapshot
+        self._show_gpus(snapshot)
+        if (pause := self._pace.looked(news=gist(before) != gist(self._snapshot))) is not None:
             self.look_at_gpus.within(pause)
 
-    def _show_gpus(self, snapshot: Snapshot) -> bool:
-        """Shows a snapshot with the leases of now; whether the bus was told of anything."""
+    def _show_gpus(self, snapshot: Snapshot) -> None:
+        """Shows a snapshot with the leases of now."""
         self._snapshot = replace(snapshot, leases=leases.current())
         uuids = tuple(gpu.uuid for gpu in snapshot.reading.gpus)
         self._watcher.keep((snapshot.reading.driver, *uuids) if self._snapshot.leases else None)
-        return self._show(
+        self._show(
             GPUs=[variants(gpu_fields(self._snapshot, gpu)) for gpu in snapshot.reading.gpus],
             Findings=[variants(asdict(finding)) for finding in node_findings(self._snapshot)],
             Leases=lease_units(self._snapshot),
@@ -290,14 +291,13 @@ class Agent:
         if lease_units(replace(self._snapshot, leases=leases.current())) != self.Leases:
             self._show_gpus(self._snapshot)
 
-    def _show(self, **values: Any) -> bool:
-        """Sets properties, and tells the bus of those that are not what they were, if any."""
+    def _show(self, **values: Any) -> None:
+        """Sets properties, and tells the bus of those that are not what they were."""
         changed = {name: value for name, value in values.items() if getattr(self, name) != value}
         for name, value in changed.items():
             setattr(self, name, value)
         if changed:
             self.PropertiesChanged(INTERFACE, changed, [])
-        return bool(changed)
 
     def watch(self) -> None:
         """Looks again when something has changed, and at the GPUs now and then."""
@@ -455,10 +455,16 @@ def gpu_fields(snapshot: Snapshot, gpu: Gpu) -> dict[str, Any]:
     return known | {
         "held": gpu.held,
         "unexplained": unexplained,
-        "holders": tuple(dict.fromkeys(holder.line() for holder, _ in (*busy, *opened))),
+        "holders": tuple(dict.fromkeys(holder.line(aged=False) for holder, _ in (*busy, *opened))),
         "clean": all(finding.severity != "refuse" for finding in verdict.judge_in_use(snapshot, gpu)),
         "lease": snapshot.leases[gpu.uuid].unit if gpu.uuid in snapshot.leases else None,
     }
+
+
+def gist(snapshot: Snapshot) -> tuple[object, ...]:
+    """What makes a snapshot another one: who is on which GPU and what is wrong, but not how much or how long."""
+    found = {(finding.code, finding.gpu, finding.pid) for finding in node_findings(snapshot)}
+    return snapshot.reading.driver, {gpu.uuid for gpu in snapshot.reading.gpus}, found, lease_units(snapshot)
 
 
 def lease_units(snapshot: Snapshot) -> dict[str, str]:
@@ -484,13 +490,6 @@ def path_of(run: str) -> Path:
         return runfile.path_of(run)
     except ConfigError as error:
         raise refused(INVALID, str(error)) from error
-
-
-def call(bus: Any, where: tuple[str, str, str], method: str, arguments: Any, answer: str) -> Any:
-    """Calls a method without asking first what there is. Raises GLib.Error."""
-    name, path, interface = where
-    kind = GLib.VariantType(answer)
-    return bus.con.call_sync(name, path, interface, method, arguments, kind, 0, TIMEOUT * 1000, None).unpack()
 
 
 def reason(error: Any) -> str:
@@ -579,8 +578,8 @@ def serve(config: AgentConfig) -> int:
     )
     bus = SystemBus()
     agent = Agent(bus, config)
-    call(bus, SYSTEMD, "Subscribe", None, "()")
-    subscribed = (SYSTEMD[0], "org.freedesktop.DBus.Properties", "PropertiesChanged", None, None, 0)
+    call(bus, MANAGER, "Subscribe", None, "()")
+    subscribed = (MANAGER[0], "org.freedesktop.DBus.Properties", "PropertiesChanged", None, None, 0)
     bus.con.signal_subscribe(*subscribed, agent.unit_changed)
     agent.watch()
     agent.adopt_snapshot(agent.snapshots.get())

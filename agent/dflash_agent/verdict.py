@@ -260,7 +260,8 @@ def _dirt(snapshot: Snapshot, gpu: Gpu, unit: str) -> Iterator[Finding]:
         if unexplained is None and busy:  # those explain it, as far as can be known
             of, there = "", False
         text = f"{gpu.label}: its device node is open in {holder.line()}{of if there else ', no memory is held'}"
-        yield Finding("gpu-held", "refuse" if there else "warn", text, remedy(holder, unit), gpu.uuid, holder.pid)
+        hint = remedy(holder, unit) if there else ""
+        yield Finding("gpu-held", "refuse" if there else "warn", text, hint, gpu.uuid, holder.pid)
     if unexplained is None and gpu.held is None and not gpu.lists_whole and not opened:
         text = f"{gpu.label}: the driver tells neither its processes nor how much memory they hold"
         yield Finding("gpu-memory-unexplained", "warn", text, "see: nvidia-smi", gpu.uuid)

@@ -62,15 +62,15 @@ def test_more_events_than_the_kernel_keeps_are_a_change(dev: Path) -> None:
 def test_after_somebody_came_the_gpus_are_looked_at_soon_and_ever_later() -> None:
     pace = Pace()
     assert pace.stirred(1000.0) == Pace.SOONEST
-    pauses = [pace.looked(changed=False) for _ in range(5)]
+    pauses = [pace.looked(news=False) for _ in range(5)]
     assert pauses == [1.0, 5.0, 25.0, None, None]
 
 
-def test_a_change_is_followed_closely() -> None:
+def test_news_are_followed_closely() -> None:
     pace = Pace()
     for _ in range(4):
-        pace.looked(changed=False)
-    assert pace.looked(changed=True) == Pace.SOONEST
+        pace.looked(news=False)
+    assert pace.looked(news=True) == Pace.SOON
 
 
 def test_a_tool_that_opens_the_node_every_few_seconds_is_followed_once_a_minute() -> None:
@@ -81,7 +81,7 @@ def test_a_tool_that_opens_the_node_every_few_seconds_is_followed_once_a_minute(
         due = soon if due is None else min(due, soon)
         if now >= due:
             looks += 1
-            pause = pace.looked(changed=False)
+            pause = pace.looked(news=False)
             due = None if pause is None else now + pause
         now += 5.0
     assert 55 <= looks <= 70
@@ -91,6 +91,6 @@ def test_after_a_quiet_minute_the_next_one_is_noticed_at_once() -> None:
     pace = Pace()
     pace.stirred(0.0)
     for _ in range(4):
-        pace.looked(changed=False)
+        pace.looked(news=False)
     assert pace.stirred(30.0) == Pace.LATEST
     assert pace.stirred(91.0) == Pace.SOONEST

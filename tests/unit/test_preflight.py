@@ -145,6 +145,18 @@ def test_nothing_is_reaped_on_a_gpu_that_would_stay_dirty(monkeypatch: pytest.Mo
     assert reap_targets(alone, choose(alone, "auto", 1, UNIT), UNIT) == [mine]
 
 
+def test_what_may_be_ended_is_where_another_has_the_node_open_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    me = pwd.getpwuid(os.getuid())
+    monkeypatch.setattr(preflight.pwd, "getpwnam", lambda _name: me)
+    gpu = a_gpu(held=GIB)
+    mine = a_holder(41, Use(gpu.uuid, "open"), uid=me.pw_uid)
+    other = a_holder(42, Use(gpu.uuid, "open"), uid=12345)
+    both = a_node(gpu, holders=(mine, other))
+    assert reap_targets(both, choose(both, "auto", 1, UNIT), UNIT) == [mine]
+    alone = a_node(gpu, holders=(other,))
+    assert reap_targets(alone, choose(alone, "auto", 1, UNIT), UNIT) == []
+
+
 def test_the_pauses_between_restarts_double_up_to_ten_minutes() -> None:
     waits = [preflight.pause(n) + preflight.RESTART_SECONDS for n in range(1, 12)]
     assert waits == [5, 10, 20, 40, 80, 160, 320, 600, 600, 600, 600]
