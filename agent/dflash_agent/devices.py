@@ -30,15 +30,15 @@ class DeviceNodes:
             if _NODE.fullmatch(path.name):
                 self._inotify.add(path, _OF_A_NODE)
 
-    def changed(self) -> bool:
-        """Whether anything has happened to a node since the last call; does not wait."""
+    def changed(self) -> tuple[bool, bool]:
+        """Whether nodes were opened or closed, and whether some came or went, since the last call; does not wait."""
         used, come_or_gone = False, False
         for mask, name in self._inotify.events():
             used |= bool(mask & _OF_A_NODE)
             come_or_gone |= bool(mask & inotify.OVERFLOW or (mask & _OF_THE_DIRECTORY and _NODE.fullmatch(name)))
         if come_or_gone:
             self._watch_nodes()
-        return used or come_or_gone
+        return used, come_or_gone
 
 
 class Pace:

@@ -314,7 +314,10 @@ class Agent:
         return True
 
     def _node_changed(self, _descriptor: int, _condition: Any) -> bool:
-        if self._nodes.changed() and not self.snapshots.busy:  # else it may be the look itself
+        used, come_or_gone = self._nodes.changed()
+        if come_or_gone:
+            self.look_at_gpus.within(SOON)
+        elif used and not self.snapshots.busy:  # else it may be the look itself
             self.look_at_gpus.within(self._pace.stirred(time.monotonic()))
         return True
 

@@ -20,14 +20,17 @@ def dev(tmp_path: Path) -> Path:
     return tmp_path
 
 
+QUIET, USED, COME_OR_GONE = (False, False), (True, False), (False, True)
+
+
 def test_opening_and_closing_a_gpus_node_is_told_once(dev: Path) -> None:
     nodes = DeviceNodes(dev)
-    assert not nodes.changed()
+    assert nodes.changed() == QUIET
     with (dev / "nvidia1").open("rb"):
         assert is_told(nodes)
-        assert nodes.changed()
-        assert not nodes.changed()
-    assert nodes.changed()
+        assert nodes.changed() == USED
+        assert nodes.changed() == QUIET
+    assert nodes.changed() == USED
 
 
 def test_other_files_do_not_wake_it(dev: Path) -> None:
@@ -40,13 +43,13 @@ def test_other_files_do_not_wake_it(dev: Path) -> None:
 def test_nodes_of_a_driver_that_is_loaded_later_are_watched(tmp_path: Path) -> None:
     nodes = DeviceNodes(tmp_path)
     (tmp_path / "shm").touch()
-    assert not nodes.changed()
+    assert nodes.changed() == QUIET
     (tmp_path / "nvidia0").touch()
-    assert nodes.changed()
+    assert nodes.changed() == COME_OR_GONE
     (tmp_path / "nvidia0").read_bytes()
-    assert nodes.changed()
+    assert nodes.changed() == USED
     (tmp_path / "nvidia0").unlink()
-    assert nodes.changed()
+    assert nodes.changed() == COME_OR_GONE
 
 
 def test_more_events_than_the_kernel_keeps_are_a_change(dev: Path) -> None:
@@ -55,8 +58,8 @@ def test_more_events_than_the_kernel_keeps_are_a_change(dev: Path) -> None:
     for _ in range(limit // 2 + 10):
         (dev / "nvidia0").open("rb").close()
         (dev / "nvidia1").open("rb").close()
-    assert nodes.changed()
-    assert not nodes.changed()
+    assert nodes.changed() == (True, True)
+    assert nodes.changed() == QUIET
 
 
 def test_after_somebody_came_the_gpus_are_looked_at_soon_and_ever_later() -> None:
