@@ -31,7 +31,7 @@ class DeviceNodes:
                 self._inotify.add(path, _OF_A_NODE)
 
     def changed(self) -> tuple[bool, bool]:
-        """Whether nodes were opened or closed, and whether some came or went, since the last call; does not wait."""
+        """Whether nodes were opened or closed, and whether some came or went, since the last call."""
         used, come_or_gone = False, False
         for mask, name in self._inotify.events():
             used |= bool(mask & _OF_A_NODE)
