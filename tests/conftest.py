@@ -68,6 +68,14 @@ def make_dataset(directory: Path, rows: int = 48) -> Path:
     return save_dataset(directory, {"input_ids": ids, "loss_mask": masks})
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests that share a container go to the same worker, where there are several."""
+    if config.pluginmanager.hasplugin("xdist"):
+        for item in items:
+            if "node" in getattr(item, "fixturenames", ()):
+                item.add_marker(pytest.mark.xdist_group("node"))
+
+
 @contextlib.contextmanager
 def small_disk(directory: Path, size: int) -> Iterator[Path]:
     """A file system of so many bytes; mounting needs root."""
