@@ -114,7 +114,7 @@ def trained_drafter(
     masks = [np.arange(len(row)) >= len(prompt) for row, prompt in zip(rows, prompts, strict=True)]
     offsets = np.cumsum([0, *map(len, rows)])
     mask = np.concatenate(masks).astype(np.uint8)
-    store = TokenStore(np.concatenate(rows).astype(np.int32), mask, offsets, "", {}, 0)
+    store = TokenStore(np.concatenate(rows).astype(np.int32), mask, offsets, "", {}, 0, np.arange(len(rows)))
     plan = make_plan(np.diff(offsets), 1024, 0, steps, steps)
     cutter = Cutter(store, plan, 0, 64, config.mask_token_id, position_weights(config.block_size, 0.0).numpy())
     target: Target = load_target(target_dir, config.target_layer_ids, CPU, torch.float32)

@@ -15,6 +15,13 @@ def say(run: str, message: str, priority: int = 6, **fields: str) -> None:
     journal.send(message, PRIORITY=str(priority), SYSLOG_IDENTIFIER=IDENTIFIER, DFLASH_RUN=run, **fields)
 
 
+def say_of(unit: str, message: str, priority: int = 6, **fields: str) -> None:
+    """One entry of another unit's, which only root may make: journalctl -u shows it (systemd.journal-fields(7))."""
+    from systemd import journal
+
+    journal.send(message, PRIORITY=str(priority), SYSLOG_IDENTIFIER=IDENTIFIER, OBJECT_SYSTEMD_UNIT=unit, **fields)
+
+
 def notify(state: str) -> None:
     """Tells systemd, if it is there."""
     try:

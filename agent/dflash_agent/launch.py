@@ -31,6 +31,10 @@ def main(arguments: list[str] | None = None) -> int:
         return refuse(name, EXIT_CANNOT_START, (Finding("config", "refuse", text, hint),))
     if verdict.exit_code:
         return refuse(name, verdict.exit_code, verdict.findings)
+    if verdict.complete:
+        notify("READY=1\nSTATUS=" + verdict.complete)
+        say(name, verdict.complete, DFLASH_EVENT="complete")
+        return 0
     kept = leases.kept_here(os.environ)
     for descriptor in kept.values():  # systemd has its own; a child of the trainer must not keep one
         os.close(descriptor)

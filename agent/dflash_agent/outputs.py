@@ -4,21 +4,31 @@ OUTPUT/run.json                     what makes two attempts the same run
 OUTPUT/checkpoints/step-00000240/   state.pt, drafter/, manifest.json
 OUTPUT/drafter                      link to the newest checkpoint's drafter, for servers
 OUTPUT/metrics.jsonl, tensorboard/  the numbers
+OUTPUT/pieces.json                  how many tokens a GPU's memory suffices for, if not for whole batches
+OUTPUT/complete.json                the last step, once it is done, and the settings that it was done with
+OUTPUT/.lock                        locked by the process that trains, which it names
 OUTPUT/previous-20261201T120000Z/   what `fresh` put aside
 """
 
 import errno
+import fcntl
 import json
+import os
 import re
 import time
 from pathlib import Path
 from typing import Any
+
+from dflash_agent.runfile import RunFile, settings
 
 RUN_FILE = "run.json"
 CHECKPOINTS_DIR = "checkpoints"
 MANIFEST_FILE = "manifest.json"
 DRAFTER_LINK = "drafter"
 METRICS_FILE = "metrics.jsonl"
+COMPLETE_FILE = "complete.json"
+PIECES_FILE = "pieces.json"
+LOCK_FILE = ".lock"
 TENSORBOARD_DIR = "tensorboard"
 PASSING_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.ETIMEDOUT})
 
@@ -67,9 +77,57 @@ def last_metrics(output: Path) -> dict[str, Any] | None:
     return None
 
 
+class InUse(Exception):
+    """Another process trains into the output directory; str() names it."""
+
+
+def lock(output: Path, who: str) -> int:
+    """A descriptor that keeps the directory for this process, for as long as it is open (flock(2)).
+
+    On file systems without locks it keeps nothing. Raises InUse, OSError.
+    """
+    descriptor = os.open(output / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip()
+        os.close(descriptor)
+        raise InUse(holder or "another process") from None
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+            os.close(descriptor)
+            raise
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, f"{who}\n".encode(), 0)
+    return descriptor
+
+
+def mark_complete(run: RunFile, step: int) -> None:
+    """Writes down that the last step is done, so that another start need not load anything. Raises OSError."""
+    output = Path(run.output.dir)
+    unsure = output / f".{COMPLETE_FILE}.new"
+    unsure.write_text(json.dumps({"step": step} | _of(run)) + "\n")
+    unsure.replace(output / COMPLETE_FILE)
+
+
+def completed(run: RunFile) -> int | None:
+    """The last step of the run, if it is done as the run file has it now and its drafter is there; else None."""
+    output = Path(run.output.dir)
+    try:
+        found = json.loads((output / COMPLETE_FILE).read_text())
+        step = int(found.pop("step"))
+        return step if found == _of(run) and (output / DRAFTER_LINK).exists() else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def _of(run: RunFile) -> dict[str, Any]:
+    return {"settings": settings(run), "target": run.target.model, "data": run.data.dir}
+
+
 def set_aside(output: Path) -> Path | None:
     """Moves what a run has left into OUTPUT/previous-TIME/, for a fresh begin; None if there was nothing."""
-    names = (CHECKPOINTS_DIR, DRAFTER_LINK, METRICS_FILE, TENSORBOARD_DIR, RUN_FILE)
+    names = (CHECKPOINTS_DIR, DRAFTER_LINK, METRICS_FILE, TENSORBOARD_DIR, RUN_FILE, COMPLETE_FILE, PIECES_FILE)
     there = [output / name for name in names if (output / name).is_symlink() or (output / name).exists()]
     if not there:
         return None

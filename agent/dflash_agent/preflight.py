@@ -16,13 +16,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from dflash_agent import leases, manager, runtime, verdict
+from dflash_agent import leases, manager, outputs, runtime, verdict
 from dflash_agent.checks import USER, findings_of
 from dflash_agent.config import AgentConfig, load_config
 from dflash_agent.findings import Finding
 from dflash_agent.gpus import Gpu
 from dflash_agent.holders import Holder
-from dflash_agent.journal import notify, say
+from dflash_agent.journal import notify, say, say_of
 from dflash_agent.leases import Leased, StoreFailed
 from dflash_agent.reap import forbidden, reap
 from dflash_agent.runfile import ALL_GPUS, NO_GPUS, ConfigError, RunFile, check_name, load, path_of, seconds
@@ -49,14 +49,15 @@ class Verdict:
     gpus: tuple[str, ...] = ()  # UUIDs
     indices: tuple[int, ...] = ()  # the same as nvidia-smi counts them
     findings: tuple[Finding, ...] = ()
+    complete: str = ""  # nothing is left to train, in one sentence; then exit_code is 0 and no GPU is leased
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """`preflight NAME` before a start, `preflight --after NAME` when a run has ended."""
+    """`preflight NAME` before a start, --after NAME when an attempt has ended, --failed NAME when there is no other."""
     words = sys.argv[1:] if arguments is None else arguments
-    after = words[:1] == ["--after"]
-    if len(words) != 1 + after:
-        print("usage: preflight [--after] NAME", file=sys.stderr)
+    after, for_good = words[:1] == ["--after"], words[:1] == ["--failed"]
+    if len(words) != 1 + (after or for_good):
+        print("usage: preflight [--after | --failed] NAME", file=sys.stderr)
         return 2
     try:
         name = check_name(words[-1])
@@ -65,6 +66,9 @@ def main(arguments: list[str] | None = None) -> int:
         return EXIT_CANNOT_START
     if after:
         look_after(name)
+        return 0
+    if for_good:
+        say_last_word(name)
         return 0
     # A stop while we wait is no failure, but death by a signal would be one.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
@@ -83,6 +87,11 @@ def decide(name: str) -> Verdict:
         run, config = load(path), load_config()
     except ConfigError as error:
         return Verdict(invocation, EXIT_CANNOT_START, findings=(Finding("config", "refuse", str(error)),))
+    step = outputs.completed(run)
+    if step is not None:
+        drafter = Path(run.output.dir) / outputs.DRAFTER_LINK
+        text = f"complete: step {step} was the last, drafter in {drafter}; to train anew: dflashctl fresh {name}"
+        return Verdict(invocation, 0, complete=text)
     checks = tuple(findings_of([runtime.PYTHON, "-m", "dflash_agent.checks", str(path)]))
     for finding in checks:
         if finding.severity == "warn":
@@ -282,6 +291,16 @@ def look_after(name: str) -> None:
         say(name, text, priority=4, DFLASH_EVENT="after", DFLASH_CODE=finding.code)
     if not left and gpus:
         say(name, f"the memory of {_labels(gpus)} is back", DFLASH_EVENT="after")
+
+
+def say_last_word(name: str) -> None:
+    """When the limit of starts is reached: systemd says only that. Other failures have said what to do."""
+    unit = manager.unit_of(name)
+    state = manager.unit_state(unit)
+    if state.result == "start-limit-hit":
+        text = f"{unit} has failed {state.restarts + 1} times and is not started again; mend what its attempts say"
+        remedy = f"then: systemctl reset-failed {unit} && systemctl start {unit}"
+        say_of(unit, f"{text}, {remedy}", priority=3, DFLASH_EVENT="start-limit", DFLASH_RUN=name)
 
 
 def _labels(gpus: list[Gpu]) -> str:

@@ -131,6 +131,9 @@ class Output:
     keep_every: int = _key(
         "--keep-every", "keep every checkpoint whose step this divides, for good; 0: none", _at_least(0), 0, True
     )
+    save_patience: str = _key(
+        "--save-patience", "how long training goes on while no checkpoint can be saved", _a_span, "1h", True
+    )
     log_interval: int = _key("--log-interval", "steps between lines of the log", _at_least(1), 10, True)
 
 

@@ -396,7 +396,7 @@ def test_servers_can_read_the_drafter_at_any_moment(tmp_path: Path) -> None:
 
 
 def test_a_saver_saves_while_the_caller_goes_on_and_one_at_a_time(tmp_path: Path) -> None:
-    saver = Saver(tmp_path, 3, 0)
+    saver = Saver(tmp_path, 3, 0, lambda: None)
     go = threading.Event()
     order: list[str] = []
 
@@ -419,14 +419,14 @@ def test_a_saver_saves_while_the_caller_goes_on_and_one_at_a_time(tmp_path: Path
     assert sorted(order[:2]) == ["first begins", "the caller goes on"]
     assert order[2:] == ["first ends", "second"]
     assert steps_in(tmp_path) == [1, 2]
-    assert 0.005 < saver.seconds < DEADLINE
+    assert 0.005 < saver.waited < DEADLINE
     saver.finish()
 
 
 @needs_root
 def test_a_saver_hands_each_error_on_once_and_can_go_on(tmp_path: Path) -> None:
     with small_disk(tmp_path / "small", 2_000_000) as output:
-        saver = Saver(output, 3, 0)
+        saver = Saver(output, 3, 0, lambda: None)
         saver.submit(1, fill_the_disk)
         saver.submit(2, writer(2))
         saver.finish()
@@ -441,9 +441,49 @@ def test_a_saver_raises_what_is_no_error_of_the_system(tmp_path: Path) -> None:
     def faulty(_directory: Path) -> None:
         raise KeyError("a fault")
 
-    saver = Saver(tmp_path, 3, 0)
+    saver = Saver(tmp_path, 3, 0, lambda: None)
     saver.submit(1, faulty)
     saver.finish()
     with pytest.raises(KeyError, match="a fault"):
         saver.take_error()
     assert saver.take_error() is None
+
+
+def test_while_the_loop_waits_for_a_save_it_gives_signs_of_life_only_as_long_as_that_moves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dflash_trainer.checkpoint.STUCK", 0.5)
+    signs = []
+    go = threading.Event()
+
+    def hangs(directory: Path) -> None:
+        (directory / "state.pt").write_bytes(b"some")
+        assert go.wait(DEADLINE)
+
+    saver = Saver(tmp_path, 3, 0, lambda: signs.append(time.monotonic()))
+    saver.submit(1, hangs)
+    threading.Timer(6, go.set).start()
+    saver.finish()
+    assert 1 <= len(signs) <= 3  # not one a second
+    assert saver.waited > 5
+
+
+def test_a_save_that_failed_is_tried_again_ever_later_and_not_at_every_interval(tmp_path: Path) -> None:
+    def no_space(_directory: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    saver = Saver(tmp_path, 3, 0, lambda: None)
+    assert saver.due(regular=True)
+    assert not saver.due(regular=False)
+    pauses = []
+    for step in range(1, 7):
+        saver.submit(step, no_space)
+        saver.finish()
+        assert not saver.due(regular=True)
+        pauses.append(round(saver.next_try, -1))
+    assert pauses == [60, 120, 240, 480, 960, 960]
+    assert saver.failing_for > 0
+    saver.submit(7, writer(7))
+    saver.finish()
+    assert saver.failing_for == 0
+    assert saver.due(regular=True)

@@ -234,3 +234,17 @@ def test_it_needs_neither_torch_nor_datasets() -> None:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
+
+
+def test_data_for_which_the_memory_does_not_suffice_is_refused_with_the_numbers(
+    dataset_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "free_memory", lambda: (4096, "memory.max of dflash-train@run1.service"))
+    with pytest.raises(CannotStart, match=r"needs .* KiB of host memory to load, and 4.0 KiB are free .memory.max"):
+        load_store(dataset_dir, 256, 96)
+
+
+def test_rows_are_known_by_their_place_in_the_data_set(tmp_path: Path) -> None:
+    ids = [[4], [5, 6, 7], [], [7, 8]]
+    directory = save_dataset(tmp_path / "d", {"input_ids": ids, "loss_mask": [[1] * len(i) for i in ids]})
+    assert load_store(directory, 256, 96).origin.tolist() == [1, 3]

@@ -284,3 +284,45 @@ def test_a_hybrid_target_trains_too(train_flags: Flags, tmp_path: Path) -> None:
     target = make_target(tmp_path / "qwen", "qwen3_5_text")
     done = train(train_flags(target_model=target, max_steps=3, data_dir=make_dataset(tmp_path / "d", 12)))
     assert done.returncode == 0, done.stderr
+
+
+def test_a_second_training_into_the_same_output_is_refused_and_names_the_first(
+    train_flags: Flags, tmp_path: Path
+) -> None:
+    flags = train_flags(max_steps=100000, epochs=100000)
+    with running(flags, tmp_path) as (process, notified):
+        wait_for(notified, "READY=1")
+        second = train(flags)
+        assert second.returncode == 78
+        assert f"(pid {process.pid})" in last_line(second)
+        assert "in use" in last_line(second)
+        process.kill()
+    assert train(train_flags(max_steps=1)).returncode != 0  # other settings, but no lock that stays
+    assert "in use" not in train(train_flags(max_steps=1)).stderr
+
+
+def test_sigterm_while_loading_ends_it_at_once_with_exit_0(train_flags: Flags, tmp_path: Path) -> None:
+    with running(train_flags(), tmp_path) as (process, notified):
+        wait_for(notified, "STATUS=loading target")
+        began = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(DEADLINE) == 0
+        assert time.monotonic() - began < 10
+        assert process.stderr is not None
+        assert "stopped" in process.stderr.read().splitlines()[-1]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
+def test_saves_that_fail_for_longer_than_the_patience_are_exit_75(train_flags: Flags, tmp_path: Path) -> None:
+    with small_disk(tmp_path / "small", 1 << 20) as output:
+        (output / "ballast").write_bytes(bytes(1 << 19))
+        done = train(train_flags(output_dir=output, max_steps=100000, epochs=100000, save_patience="0s"))
+        assert done.returncode == 75
+        assert "longer than save_patience" in last_line(done)
+
+
+def test_a_complete_run_is_marked_with_its_settings(train_flags: Flags, tmp_path: Path) -> None:
+    assert train(train_flags(max_steps=3)).returncode == 0
+    marker = json.loads((tmp_path / "out" / "complete.json").read_text())
+    assert marker["step"] == 3
+    assert marker["settings"]["train.max_steps"] == 3

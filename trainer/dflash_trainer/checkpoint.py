@@ -9,7 +9,6 @@ import json
 import shutil
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,8 @@ from dflash_agent import outputs
 from dflash_trainer.whole import sync, whole_directory
 
 FORMAT = 1
+FIRST_PAUSE, LONGEST_PAUSE = 60.0, 960.0  # seconds until a save that failed is tried again
+STUCK = 1200.0  # seconds without progress after which a save counts as hung: fsync(2) of 10 GB may take that long
 _NEW_LINK = f".{outputs.DRAFTER_LINK}.new"
 
 
@@ -170,14 +171,26 @@ def _sha256(path: Path) -> str:
 
 
 class Saver:
-    """Saves in the background, one checkpoint at a time, while training goes on."""
+    """Saves in the background, one checkpoint at a time, while training goes on.
 
-    def __init__(self, output: Path, keep_last: int, keep_every: int) -> None:
-        self.seconds = 0.0  # spent saving
+    While saves fail, they are tried again after 1, 2, 4, … up to 16 minutes, whatever the interval.
+    """
+
+    def __init__(self, output: Path, keep_last: int, keep_every: int, waiting: Callable[[], None]) -> None:
+        """`waiting` is called every second or so while the loop waits for a save that makes progress."""
+        self.waited = 0.0  # seconds that the loop has waited for saves
         self._output = output
         self._keep = (keep_last, keep_every)
+        self._waiting = waiting
         self._thread: threading.Thread | None = None
-        self._errors: deque[BaseException] = deque()
+        self._error: BaseException | None = None
+        self._failing_since: float | None = None
+        self._pause = FIRST_PAUSE
+        self._next_try = 0.0
+
+    def due(self, regular: bool) -> bool:
+        """Whether to save now: at the `regular` times, or, as long as saves fail, when the next try is due."""
+        return regular if self._failing_since is None else time.monotonic() >= self._next_try
 
     def submit(self, step: int, write: Callable[[Path], None]) -> None:
         """Begins to save; waits first for the save before."""
@@ -186,24 +199,55 @@ class Saver:
         self._thread.start()
 
     def _save(self, step: int, write: Callable[[Path], None]) -> None:
-        began = time.monotonic()
         try:
             save(self._output, step, write, *self._keep)
         except BaseException as error:  # noqa: BLE001 - take_error hands it on
-            self._errors.append(error)
-        self.seconds += time.monotonic() - began
+            now = time.monotonic()
+            self._failing_since = self._failing_since or now
+            self._next_try = now + self._pause
+            self._pause = min(2 * self._pause, LONGEST_PAUSE)
+            self._error = error
+        else:
+            self._failing_since, self._pause = None, FIRST_PAUSE
 
     def finish(self) -> None:
         """Waits for the save under way."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        if self._thread is None:
+            return
+        began = moved = time.monotonic()
+        before = -1
+        while self._thread.is_alive():
+            self._thread.join(1.0)
+            written, now = self._written(), time.monotonic()
+            if written != before:
+                before, moved = written, now
+            if now - moved < STUCK:
+                self._waiting()
+        self._thread = None
+        self.waited += time.monotonic() - began
+
+    def _written(self) -> int:
+        """Bytes of the unfinished checkpoint."""
+        total = 0
+        for path in (self._output / outputs.CHECKPOINTS_DIR).glob(".step-*/**/*"):
+            with contextlib.suppress(OSError):  # it has just been renamed
+                total += path.stat().st_size
+        return total
 
     def take_error(self) -> OSError | None:
         """The I/O error of a save that ended, once. Raises any other error, which is a fault of ours."""
-        if not self._errors:
-            return None
-        error = self._errors.popleft()
-        if isinstance(error, OSError):
+        error, self._error = self._error, None
+        if error is None or isinstance(error, OSError):
             return error
         raise error
+
+    @property
+    def failing_for(self) -> float:
+        """Seconds since saves began to fail; 0 if the last one did not."""
+        since = self._failing_since
+        return 0.0 if since is None else time.monotonic() - since
+
+    @property
+    def next_try(self) -> float:
+        """Seconds until the next try, while saves fail."""
+        return max(0.0, self._next_try - time.monotonic())

@@ -19,6 +19,7 @@ from dflash_agent import runfile
 from dflash_trainer import __version__, notify
 from dflash_trainer.errors import EXIT_CANNOT_START, EXIT_TRY_AGAIN, CannotStart, TryAgain
 from dflash_trainer.journal import configure, log
+from dflash_trainer.memory import is_of_the_gpu, is_out_of_memory
 
 SUBCOMMANDS = ("train", "prepare", "eval", "check", "import-gguf")
 
@@ -124,16 +125,17 @@ def guarded(run: Callable[[argparse.Namespace], int], args: argparse.Namespace) 
         traceback.print_exc()
         if is_out_of_memory(error):
             return failed(
-                f"GPU out of memory: {first_line(error)}{'; lower --token-budget or --max-anchors' * training}",
+                f"GPU out of memory: {first_line(error)}"
+                f"{'; one sequence does not fit: lower --max-length or --max-anchors' * training}",
+                EXIT_TRY_AGAIN,
+            )
+        if is_of_the_gpu(error):
+            return failed(
+                f"the GPU failed: {first_line(error)}; see `dflashctl check` and `journalctl -k -g Xid`"
+                f"{'; the next attempt waits for a clean one' * training}",
                 EXIT_TRY_AGAIN,
             )
         return failed(f"unexpected {type(error).__name__}: {first_line(error)}; the stack is above", 1)
-
-
-def is_out_of_memory(error: Exception) -> bool:
-    """Whether it is torch's out-of-memory error; does not import torch."""
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(error, torch.OutOfMemoryError)
 
 
 def first_line(error: Exception) -> str:

@@ -1,6 +1,7 @@
 """What a run file comes to: its data, its target's sizes, its drafter and its plan, or why it cannot start."""
 
 import json
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,15 +93,16 @@ def drafter_config(run: RunFile, target: Any, mask_token_id: int) -> DrafterConf
 
 
 def claim_output(run: RunFile, identity: dict[str, Any], fresh: bool) -> Path:
-    """The output directory, made and marked as this run's.
+    """The output directory, made, marked as this run's, and locked for as long as this process lives.
 
     With `fresh`, what an earlier run left there is put aside, not deleted. Raises CannotStart if it belongs to
-    a run with other settings, and names them.
+    a run with other settings, and names them, or if another process trains into it.
     """
     output = Path(run.output.dir)
     marker = output / outputs.RUN_FILE
     try:
         output.mkdir(parents=True, exist_ok=True)
+        outputs.lock(output, f"run {run.name} (pid {os.getpid()})")
         if fresh:
             outputs.set_aside(output)
         if marker.exists():
@@ -109,6 +111,10 @@ def claim_output(run: RunFile, identity: dict[str, Any], fresh: bool) -> Path:
         unsure = marker.with_suffix(".tmp")
         unsure.write_text(json.dumps(identity, indent=2) + "\n")
         unsure.replace(marker)
+    except outputs.InUse as error:
+        raise CannotStart(
+            f"output {output} is in use by {error}; stop that first, or choose another output directory"
+        ) from None
     except OSError as error:
         if error.errno in outputs.PASSING_ERRNOS:
             raise

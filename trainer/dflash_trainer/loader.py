@@ -1,6 +1,7 @@
 """One batch, cut out of the token store by slicing: the same for the same step, whoever cuts it."""
 
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,12 +18,21 @@ class Batch:
     step: int
     epoch: int
     tokens: int  # without padding
+    row_ids: tuple[int, ...]  # [B] of the data set
     input_ids: Tensor  # [B, T] int64
     anchors: Tensor  # [B, N] int64; 0 for a padding block
     block_ids: Tensor  # [B, N·S] int64: anchor token, mask, mask, …
     positions: Tensor  # [B, N·S] int64: of each in its sequence
     labels: Tensor  # [B, N·S] int64
     weights: Tensor  # [B, N·S] float32: zero where nothing is trained
+
+    def rows(self, begin: int, end: int) -> "Batch":
+        """Some of its rows; a view."""
+        parts: dict[str, Any] = {}
+        for f in fields(self):
+            value = getattr(self, f.name)
+            parts[f.name] = value[begin:end] if isinstance(value, (Tensor, tuple)) else value
+        return Batch(**parts)
 
     def to(self, device: torch.device) -> "Batch":
         """The batch on a device; the copy does not wait for the host."""
@@ -82,6 +92,7 @@ class Cutter:
             step=step,
             epoch=epoch,
             tokens=int(lengths.sum()),
+            row_ids=tuple(self.store.origin[rows].tolist()),
             input_ids=torch.from_numpy(ids),
             anchors=torch.from_numpy(anchors),
             block_ids=torch.from_numpy(block_ids.reshape(flat)),

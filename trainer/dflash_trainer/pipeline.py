@@ -15,6 +15,7 @@ from torch import Tensor
 
 from dflash_trainer.channel import Channel, run_stage
 from dflash_trainer.loader import Batch, Cutter
+from dflash_trainer.memory import PieceLimit
 from dflash_trainer.target import Target
 
 DEPTH = 2
@@ -66,9 +67,20 @@ class Pipeline:
         }
 
 
+def tap_in_pieces(target: Target, batch: Batch, limit: PieceLimit) -> Tensor:
+    """The target's states [B, T, n·H] of a batch, as many rows at a time as memory allows."""
+    rows, length = batch.input_ids.shape
+
+    def work(begin: int, end: int) -> Tensor:
+        return target.states(batch.input_ids[begin:end])
+
+    parts = limit.in_pieces(rows, length, work, lambda: None, batch.step + 1)
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
 @contextlib.contextmanager
 def pipeline(
-    cutter: Cutter, target: Target, device: torch.device, first_step: int, total_steps: int
+    cutter: Cutter, target: Target, device: torch.device, first_step: int, total_steps: int, limit: PieceLimit
 ) -> Iterator[Pipeline]:
     """Runs the stages from `first_step` on; leaving the context ends them. Their errors come out of `tapped`."""
     line = Pipeline(Channel(DEPTH), Channel(DEPTH))
@@ -82,7 +94,7 @@ def pipeline(
         with torch.cuda.stream(stream) if stream else contextlib.nullcontext():
             for batch in line.batches:
                 here = batch.to(device)
-                context = target.states(here.input_ids)
+                context = tap_in_pieces(target, here, limit)
                 line.tapped.put(Tapped(here, context, stream.record_event() if stream else None))
 
     threads = [run_stage("loader", load, line.batches), run_stage("target", tap, line.tapped)]

@@ -13,10 +13,12 @@ from dflash_agent.runfile import RunFile
 from torch import Tensor
 
 from dflash_trainer.drafter import Drafter, DrafterConfig, save_drafter
+from dflash_trainer.errors import CannotStart
 from dflash_trainer.journal import log
 from dflash_trainer.loader import Batch
 from dflash_trainer.loss import weighted_cross_entropy
 from dflash_trainer.mask import dense_mask, flex_mask
+from dflash_trainer.memory import PieceLimit
 from dflash_trainer.optim import learning_rate, make_optimizer
 from dflash_trainer.pipeline import Tapped
 from dflash_trainer.target import Target
@@ -46,12 +48,15 @@ class Trainer:
         device: torch.device,
         total_steps: int,
         state: dict[str, Any] | None,
+        limit: PieceLimit,
     ) -> None:
         self.settings = run.train
         self.target = target
         self.device = device
         self.total_steps = total_steps
-        self.not_finite = 0
+        self.limit = limit
+        self.skipped = 0  # steps of this attempt whose loss or gradient was not finite
+        self.in_a_row = 0
         self.drafter = Drafter(config)
         if state:
             self.drafter.load_state_dict(state["drafter"])
@@ -64,39 +69,57 @@ class Trainer:
             self.optimizer.load_state_dict(state["optimizer"])
 
     def step(self, step: int, tapped: Tapped) -> StepResult:
-        """Trains on one batch; `step` is 1-based. A step whose gradient is not finite changes nothing.
+        """Trains on one batch; `step` is 1-based. If loss or gradient is not finite the step changes nothing.
 
-        Raises FloatingPointError when that happens NOT_FINITE_LIMIT times in a row.
+        Raises CannotStart when that happens NOT_FINITE_LIMIT times in a row: another attempt would meet the same.
         """
         tapped.wait()
         lr = learning_rate(step - 1, self.total_steps, self.settings.lr, self.settings.warmup)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.zero_grad()
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
-            loss, accuracy = block_loss(self.drafter, self.target, tapped.batch, tapped.context)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss, accuracy = self._gradient(step, tapped)
         norm = torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), self.settings.clip)
         result = StepResult(loss.item(), accuracy.item(), norm.item(), lr)
-        if math.isfinite(result.grad_norm):
+        if math.isfinite(result.loss) and math.isfinite(result.grad_norm):
             self.optimizer.step()
-            self.not_finite = 0
+            self.in_a_row = 0
         else:
-            self._skip(step)
+            self._skip(step, tapped.batch, result)
         return result
 
-    def _skip(self, step: int) -> None:
-        self.not_finite += 1
+    def _gradient(self, step: int, tapped: Tapped) -> tuple[Tensor, Tensor]:
+        """Adds up the gradient of a batch's loss, in pieces if need be; loss and accuracy."""
+        batch = tapped.batch
+        rows, length = batch.input_ids.shape
+        whole = batch.weights[batch.weights > 0]
+
+        def work(begin: int, end: int) -> tuple[Tensor, Tensor]:
+            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
+                loss, correct = block_loss(
+                    self.drafter, self.target, batch.rows(begin, end), tapped.context[begin:end], whole.sum()
+                )
+            loss.backward()  # type: ignore[no-untyped-call]
+            return loss.detach(), correct.sum()
+
+        parts = self.limit.in_pieces(rows, length, work, self.optimizer.zero_grad, step)
+        return sum_of([loss for loss, _ in parts]), sum_of([correct for _, correct in parts]) / len(whole)
+
+    def _skip(self, step: int, batch: Batch, result: StepResult) -> None:
+        self.skipped += 1
+        self.in_a_row += 1
+        what = f"loss {result.loss:.4g}, gradient's norm {result.grad_norm:.4g}"
         log(
-            f"step {step}: the gradient is not finite, step skipped",
+            f"step {step} of epoch {batch.epoch}: {what}; step skipped",
             event="step-skipped",
             priority=4,
             step=step,
         )
-        if self.not_finite == NOT_FINITE_LIMIT:
-            raise FloatingPointError(
-                f"the gradient was not finite in {NOT_FINITE_LIMIT} steps up to {step}; the checkpoints are from "
-                f"before, try a lower lr"
+        if self.in_a_row == NOT_FINITE_LIMIT:
+            raise CannotStart(
+                f"loss or gradient was not finite in {NOT_FINITE_LIMIT} steps in a row, up to step {step} of epoch "
+                f"{batch.epoch} ({what}); the checkpoints are from before; try a lower lr, or look at these rows "
+                f"of the data: {', '.join(map(str, batch.row_ids))}"
             )
 
     def snapshot(self, step: int) -> Callable[[Path], None]:
@@ -113,10 +136,13 @@ class Trainer:
         return write
 
 
-def block_loss(drafter: Drafter, target: Target, batch: Batch, context: Tensor) -> tuple[Tensor, Tensor]:
-    """Weighted mean cross-entropy of a batch's blocks, and the share of trained positions predicted right.
+def block_loss(
+    drafter: Drafter, target: Target, batch: Batch, context: Tensor, whole: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Weighted mean cross-entropy of a batch's blocks, and which trained positions are predicted right (bool).
 
-    context [B, T, n·H]. Only positions with a weight go through the head. Scalars, the first differentiable.
+    context [B, T, n·H]. Only positions with a weight go through the head. `whole`: the sum of the weights that the
+    mean is over, if the batch is only a piece; the loss is a differentiable scalar.
     """
     make_mask = flex_mask if context.is_cuda else dense_mask
     size = batch.block_ids.shape[1] // batch.anchors.shape[1]
@@ -126,7 +152,12 @@ def block_loss(drafter: Drafter, target: Target, batch: Batch, context: Tensor) 
     trained = batch.weights > 0
     weights = batch.weights[trained]
     loss, correct = weighted_cross_entropy(hidden[trained], target.head, batch.labels[trained], weights)
-    return loss / weights.sum(), correct.float().mean()
+    return loss / (weights.sum() if whole is None else whole), correct
+
+
+def sum_of(parts: list[Tensor]) -> Tensor:
+    """Of scalars; of one it is that one, bit for bit."""
+    return parts[0] if len(parts) == 1 else torch.stack(parts).sum()
 
 
 def _write_state(state: dict[str, Any], path: Path) -> None:

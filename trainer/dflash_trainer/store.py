@@ -11,14 +11,18 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 from dflash_agent import outputs
+from dflash_agent.words import size
 from numpy.typing import NDArray
 
 from dflash_trainer.errors import CannotStart
+from dflash_trainer.host import free_memory
 
 COLUMNS = ("input_ids", "loss_mask")
 REMEDY = "make the dataset with `dflash-train prepare`"
 SHORT = "too short, fewer than 2 tokens"
 UNSUPERVISED = "no two supervised tokens in a row"
+BYTES_PER_TOKEN, BYTES_PER_ROW = 5, 16  # token and mask; offset and origin
+BUILDING = 2  # while the parts are joined, they are there twice
 _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"  # how an Arrow stream ends, by its format
 
 
@@ -32,6 +36,7 @@ class TokenStore:
     fingerprint: str  # sha256 of the three arrays
     skipped: dict[str, int]  # reason → rows left out
     cut: int  # rows that were longer than max_length
+    origin: NDArray[np.int64]  # [rows] of the data set, those left out counted
 
     def summary(self) -> str:
         """One line for people."""
@@ -54,7 +59,9 @@ def load_store(directory: Path, max_length: int, vocab_size: int) -> TokenStore:
     Rows that are too short or have no two supervised tokens in a row are skipped and counted; longer ones than
     max_length tokens are cut.
     """
+    _check_memory(directory)
     tokens, masks, lengths = [np.empty(0, np.int32)], [np.empty(0, np.uint8)], [np.zeros(1, np.int64)]
+    origin = [np.empty(0, np.int64)]
     skipped: Counter[str] = Counter()
     row = cut = 0
     for path in _data_files(directory):
@@ -72,6 +79,7 @@ def load_store(directory: Path, max_length: int, vocab_size: int) -> TokenStore:
             tokens.append(ids[chosen].astype(np.int32))
             masks.append(supervised[chosen].astype(np.uint8))
             lengths.append(used[keep])
+            origin.append(row + np.flatnonzero(keep))
             cut += int((keep & (sizes > max_length)).sum())
             skipped += Counter({SHORT: int(short.sum()), UNSUPERVISED: int((~short & (pairs == 0)).sum())})
             row += len(sizes)
@@ -80,7 +88,24 @@ def load_store(directory: Path, max_length: int, vocab_size: int) -> TokenStore:
         reasons = "; ".join(f"{count} rows {reason}" for reason, count in skipped.items()) or "it has no rows"
         raise CannotStart(f"data {directory} has no supervised text to train on: {reasons}; {REMEDY}")
     arrays = np.concatenate(tokens), np.concatenate(masks), offsets
-    return TokenStore(*arrays, _fingerprint(*arrays), dict(skipped), cut)
+    return TokenStore(*arrays, _fingerprint(*arrays), dict(skipped), cut, np.concatenate(origin))
+
+
+def _check_memory(directory: Path) -> None:
+    """Raises CannotStart if the store would not fit into the host's memory, or into the unit's share of it."""
+    rows = tokens = 0
+    for path in _data_files(directory):
+        for batch in _record_batches(path):
+            rows += len(batch)
+            values = batch.column("input_ids")
+            tokens += len(values.flatten()) if hasattr(values, "flatten") else 0  # what is no list is refused later
+    needed = BUILDING * (tokens * BYTES_PER_TOKEN + rows * BYTES_PER_ROW)
+    free, reason = free_memory()
+    if needed > free:
+        raise CannotStart(
+            f"data {directory} needs {size(needed)} of host memory to load, and {size(free)} are free ({reason}); "
+            f"free memory, raise MemoryMax= of the unit, or train on less data"
+        )
 
 
 def _supervised_pairs(

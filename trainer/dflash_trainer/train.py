@@ -1,6 +1,8 @@
 """The training of one run, from its inputs to its last checkpoint."""
 
+import os
 import signal
+import threading
 import time
 from pathlib import Path
 from types import FrameType
@@ -8,30 +10,36 @@ from typing import Any
 
 import torch
 from dflash_agent import outputs
-from dflash_agent.runfile import RunFile
+from dflash_agent.runfile import RunFile, seconds
+from dflash_agent.words import span
 
 from dflash_trainer import checkpoint, notify
 from dflash_trainer.errors import CannotStart, TryAgain
 from dflash_trainer.inputs import claim_output, resolve
-from dflash_trainer.journal import log
+from dflash_trainer.journal import ERROR, INFO, WARNING, log
 from dflash_trainer.loader import Cutter
 from dflash_trainer.loss import position_weights
+from dflash_trainer.memory import PieceLimit
 from dflash_trainer.metrics import Metrics, Progress, status_line
 from dflash_trainer.pipeline import pipeline
 from dflash_trainer.step import STATE_FILE, StepResult, Trainer
 from dflash_trainer.target import load_target
 
+EXTENSION = 120.0  # seconds
+
 
 def train(run: RunFile, fresh: bool = False) -> None:
     """Trains until the last step or SIGTERM. Raises CannotStart, TryAgain, or what a stage raised."""
+    stop = StopRequest()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.use_deterministic_algorithms(device.type == "cpu")
     inputs = resolve(run)
-    log(inputs.store.summary(), event="data")
+    log(inputs.store.summary(), event="data", priority=WARNING if inputs.store.skipped else INFO)
     output = claim_output(run, inputs.identity, fresh)
     state = resume(output)
     first, total = state["step"] if state else 0, inputs.plan.total_steps
     if first >= total:
+        outputs.mark_complete(run, total)
         notify.ready()
         log(
             f"nothing left to train: step {first}/{total} is done, drafter in {output / outputs.DRAFTER_LINK}",
@@ -43,7 +51,8 @@ def train(run: RunFile, fresh: bool = False) -> None:
     notify.status(f"loading target {run.target.model}")
     log(f"loading target {run.target.model} to {device}", event="loading")
     target = load_target(Path(run.target.model), inputs.drafter.target_layer_ids, device, target_dtype(run, device))
-    trainer = Trainer(run, inputs.drafter, target, device, total, state)
+    limit = PieceLimit(output)
+    trainer = Trainer(run, inputs.drafter, target, device, total, state, limit)
     cutter = Cutter(
         store=inputs.store,
         plan=inputs.plan,
@@ -52,13 +61,13 @@ def train(run: RunFile, fresh: bool = False) -> None:
         mask_token_id=inputs.drafter.mask_token_id,
         position_weights=position_weights(run.drafter.block_size, run.drafter.loss_decay).numpy(),
     )
-    saver = checkpoint.Saver(output, run.output.keep_last, run.output.keep_every)
-    stop = StopRequest()
+    saver = checkpoint.Saver(output, run.output.keep_last, run.output.keep_every, sign_of_life)
+    stop.loading = False
     notify.status(f"step {first}/{total} · first step under way")
     metrics = Metrics(output, first)
     with (
         Progress(first, total) as progress,
-        pipeline(cutter, target, device, first, total) as line,
+        pipeline(cutter, target, device, first, total, limit) as line,
     ):
         meter = Meter()
         for step, tapped in enumerate(line.tapped, start=first + 1):
@@ -70,18 +79,21 @@ def train(run: RunFile, fresh: bool = False) -> None:
                 text = status_line(step, total, row["loss"], row["tokens_per_s"], row["eta_s"])
                 notify.status(text)
                 log(text, event="step", **row)
-                metrics.row(row | {"stages": line.stage_seconds()})
+                counts = {"skipped_steps": trainer.skipped, "split_batches": limit.splits}
+                metrics.row(row | counts | {"save_wait_s": round(saver.waited, 3), "stages": line.stage_seconds()})
             if step == first + 1:
                 notify.ready()
                 log(f"training: the first step, {step} of {total}, is done", event="training", step=step)
             progress.advance_to(step, result.loss)
             if step == total or stop.requested:
                 break
-            if step % run.output.save_interval == 0:
+            if saver.due(step % run.output.save_interval == 0):
                 saver.submit(step, trainer.snapshot(step))
-            report_failed_save(saver)
+            report_failed_save(saver, seconds(run.output.save_patience))
     save_last(saver, trainer, step)
     reason = "complete" if step == total else "stopped"
+    if step == total:
+        outputs.mark_complete(run, total)
     log(
         f"{reason} at step {step}/{total}, drafter in {output / outputs.DRAFTER_LINK}",
         event=reason,
@@ -126,25 +138,56 @@ def save_last(saver: checkpoint.Saver, trainer: Trainer, step: int) -> None:
         ) from error
 
 
-def report_failed_save(saver: checkpoint.Saver) -> None:
-    """One warning for a save that failed in the background. Training goes on; the next save tries again."""
+def report_failed_save(saver: checkpoint.Saver, patience: float) -> None:
+    """One warning for a save that failed in the background; training goes on.
+
+    Raises TryAgain once saves have failed for longer than `patience` seconds.
+    """
     error = saver.take_error()
-    if error is not None:
-        log(
-            f"checkpoint not saved: {error}; older ones are untouched, training goes on and the next save "
-            f"interval tries again",
-            event="save-failed",
-            priority=3,
-        )
+    if error is None:
+        return
+    if saver.failing_for > patience:
+        raise TryAgain(
+            f"no checkpoint could be saved for {span(saver.failing_for)}, longer than save_patience: {error}; "
+            f"older ones are untouched, free space or mend the file system"
+        ) from error
+    log(
+        f"checkpoint not saved: {error}; older ones are untouched, training goes on and tries again in "
+        f"{span(saver.next_try)}",
+        event="save-failed",
+        priority=ERROR,
+    )
+
+
+def sign_of_life() -> None:
+    """The loop waits for a save that makes progress: neither the watchdog nor the time for a stop runs out."""
+    notify.watchdog()
+    notify.extend_timeout(EXTENSION)
 
 
 class StopRequest:
-    """SIGTERM or SIGINT asks for a stop after the step under way; a second one ends the process at once."""
+    """SIGTERM or SIGINT asks for a stop: at once while loading, then after the step under way.
+
+    A second one ends the process at once. While loading, the main thread may sit in a library for minutes; a thread
+    of its own hears of the signal (signal.set_wakeup_fd).
+    """
 
     def __init__(self) -> None:
         self.requested = False
+        self.loading = True
+        self._heard, heard = os.pipe()
+        os.set_blocking(heard, False)
+        signal.set_wakeup_fd(heard, warn_on_full_buffer=False)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
+        threading.Thread(target=self._listen, name="signals", daemon=True).start()
+
+    def _listen(self) -> None:
+        while numbers := os.read(self._heard, 16):
+            if self.loading and {signal.SIGTERM, signal.SIGINT} & set(numbers):
+                notify.stopping()
+                log("stopped while loading, before a step of this attempt; nothing is lost", event="stopped")
+                os._exit(0)
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         self.requested = True

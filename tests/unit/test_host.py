@@ -1,0 +1,51 @@
+"""How much memory may still be taken: of the host, and of each cgroup above this process."""
+
+from pathlib import Path
+
+import pytest
+from dflash_trainer import host
+
+GIB = 1 << 30
+
+
+@pytest.fixture
+def unit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The cgroup of a unit in a slice, on a host with 8 GiB free; nothing is limited."""
+    (tmp_path / "meminfo").write_text(f"MemTotal: {16 << 20} kB\nMemAvailable: {8 << 20} kB\n")
+    (tmp_path / "cgroup").write_text("0::/dflash.slice/dflash-train@run1.service\n")
+    folder = tmp_path / "cgroups/dflash.slice/dflash-train@run1.service"
+    folder.mkdir(parents=True)
+    for group in (folder, folder.parent):
+        limit(group, "max", 3 * GIB, cached=GIB)
+    monkeypatch.setattr(host, "MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(host, "CGROUP", tmp_path / "cgroup")
+    monkeypatch.setattr(host, "CGROUPS", tmp_path / "cgroups")
+    return folder
+
+
+def limit(group: Path, maximum: object, used: int, cached: int) -> None:
+    (group / "memory.max").write_text(f"{maximum}\n")
+    (group / "memory.current").write_text(f"{used}\n")
+    (group / "memory.stat").write_text(f"anon {used - cached}\nfile {cached}\n")
+
+
+@pytest.mark.usefixtures("unit")
+def test_without_limits_it_is_what_the_host_has() -> None:
+    assert host.free_memory() == (8 * GIB, "MemAvailable of the host")
+
+
+def test_the_units_limit_counts_what_is_used_but_not_what_is_cached(unit: Path) -> None:
+    limit(unit, 4 * GIB, 3 * GIB, cached=GIB)
+    assert host.free_memory() == (2 * GIB, "memory.max of dflash-train@run1.service")
+
+
+def test_so_does_the_limit_of_a_slice_above(unit: Path) -> None:
+    limit(unit, 6 * GIB, GIB, cached=0)
+    limit(unit.parent, 3 * GIB, 3 * GIB, cached=0)
+    assert host.free_memory() == (0, "memory.max of dflash.slice")
+
+
+def test_cgroups_of_version_1_have_no_say(unit: Path) -> None:
+    limit(unit, GIB, GIB, cached=0)
+    host.CGROUP.write_text("1:name=systemd:/dflash.slice\n")
+    assert host.free_memory()[0] == 8 * GIB

@@ -1,0 +1,34 @@
+"""Memory of the host that this process may still take. Source: proc(5), cgroups(7), the kernel's cgroup-v2."""
+
+from pathlib import Path
+
+MEMINFO, CGROUP, CGROUPS = Path("/proc/meminfo"), Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+
+
+def free_memory() -> tuple[int, str]:
+    """Bytes that can still be had without swapping, and what bounds them: the host, or a cgroup's memory.max."""
+    lines = (line.split() for line in MEMINFO.read_text().splitlines())
+    host = next(int(words[1]) << 10 for words in lines if words[0] == "MemAvailable:")
+    bounds = [(host, "MemAvailable of the host"), *_cgroup_bounds()]
+    return min(bounds)
+
+
+def _cgroup_bounds() -> list[tuple[int, str]]:
+    """What each cgroup that this process is in leaves, with version 2; what it has cached on disk can be freed."""
+    path = next((line[3:] for line in CGROUP.read_text().splitlines() if line.startswith("0::")), None)
+    if path is None:
+        return []
+    found = []
+    folder = CGROUPS / path.lstrip("/")
+    for group in (folder, *folder.parents):
+        if group == CGROUPS.parent:
+            break
+        try:
+            limit = (group / "memory.max").read_text().strip()
+            used = int((group / "memory.current").read_text())
+            stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        except OSError:  # the root has none
+            continue
+        if limit != "max":
+            found.append((max(0, int(limit) - used + int(stat.get("file", 0))), f"memory.max of {group.name}"))
+    return found
