@@ -127,6 +127,12 @@ def run_verify(args: argparse.Namespace) -> int:
     for finding in (*quick_checks(run, path), *deep_checks(path)):
         refused |= finding.severity == "refuse"
         print(finding.line(), flush=True)
+    step = outputs.completed(run)
+    if step is not None and not refused:
+        print(
+            f"complete: step {step} was the last, a start does nothing; to train anew: dflashctl fresh {args.name}"
+        )
+        return 0
     choice = preflight.judge_run(run, take_snapshot(load_config()))
     for finding in choice.findings:
         print(finding.line(), flush=True)

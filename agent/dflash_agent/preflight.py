@@ -53,7 +53,7 @@ class Verdict:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """`preflight NAME` before a start, --after NAME when an attempt has ended, --failed NAME when there is no other."""
+    """`preflight NAME` before a start, --after NAME after an attempt, --failed NAME when there is no other."""
     words = sys.argv[1:] if arguments is None else arguments
     after, for_good = words[:1] == ["--after"], words[:1] == ["--failed"]
     if len(words) != 1 + (after or for_good):

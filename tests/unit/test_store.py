@@ -239,7 +239,9 @@ def test_it_needs_neither_torch_nor_datasets() -> None:
 def test_data_for_which_the_memory_does_not_suffice_is_refused_with_the_numbers(
     dataset_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store, "free_memory", lambda: (4096, "memory.max of dflash-train@run1.service"))
+    monkeypatch.setattr(
+        "dflash_trainer.store.free_memory", lambda: (4096, "memory.max of dflash-train@run1.service")
+    )
     with pytest.raises(CannotStart, match=r"needs .* KiB of host memory to load, and 4.0 KiB are free .memory.max"):
         load_store(dataset_dir, 256, 96)
 
