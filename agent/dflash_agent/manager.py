@@ -21,6 +21,7 @@ class UnitState:
     active: str  # active, activating, failed, …
     sub: str
     result: str  # of the last attempt
+    exit_status: int  # of its main process: an exit code, or a signal
     status: str  # STATUS= of the main process
     restarts: int  # automatic ones since the last start by hand
     since: float  # when it entered this state, unix seconds; 0 if never
@@ -63,6 +64,7 @@ def unit_state(name: str) -> UnitState:
         active=properties["ActiveState"],
         sub=properties["SubState"],
         result=properties.get("Result", ""),
+        exit_status=properties.get("ExecMainStatus", 0),
         status=properties.get("StatusText", ""),
         restarts=properties.get("NRestarts", 0),
         since=properties["StateChangeTimestamp"] / 1e6,

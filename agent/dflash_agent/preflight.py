@@ -294,10 +294,10 @@ def look_after(name: str) -> None:
 
 
 def say_last_word(name: str) -> None:
-    """When the limit of starts is reached: systemd says only that. Other failures have said what to do."""
+    """When the limit of starts is reached: systemd says only that. A refusal has said what to do."""
     unit = manager.unit_of(name)
     state = manager.unit_state(unit)
-    if state.result == "start-limit-hit":
+    if state.restarts and (state.result, state.exit_status) != ("exit-code", EXIT_CANNOT_START):
         text = f"{unit} has failed {state.restarts + 1} times and is not started again; mend what its attempts say"
         remedy = f"then: systemctl reset-failed {unit} && systemctl start {unit}"
         say_of(unit, f"{text}, {remedy}", priority=3, DFLASH_EVENT="start-limit", DFLASH_RUN=name)

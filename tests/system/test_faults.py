@@ -71,10 +71,10 @@ def test_a_hang_ends_by_the_watchdog_with_every_threads_stack_and_the_run_goes_o
         assert "Watchdog timeout" in told
         assert "cut_or_hang" in told  # where the loader sits
         assert re.search(r"pipeline.py.* in |channel.py.* in get", told)  # and who waits for it
+        wait_for(lambda: "complete at step 300/300" in journal(node, unit), 180, "the run to be complete")
         wait_until_done(node, unit)
         assert show(node, unit, "Result") == "success"
         assert re.search(r"resuming from .*step-00000100", journal(node, unit))
-        assert "complete at step 300/300" in journal(node, unit)
 
 
 def test_a_stop_while_it_loads_is_at_once_and_no_failure(node: Machine) -> None:
@@ -130,12 +130,11 @@ def test_a_complete_run_that_is_started_again_says_so_and_asks_for_no_gpu(node: 
     assert drafter_hash(node, "done") == before
 
 
-def test_training_does_not_notice_that_the_agent_the_bus_and_the_journal_are_away(node: Machine) -> None:
+def test_training_does_not_notice_that_the_agent_and_the_journal_are_away(node: Machine) -> None:
     unit = make_run(node, "alone", **LONG)
     start(node, unit)
     pid = show(node, unit, "MainPID")
     node.run("systemctl", "stop", "dflash-agent.service")
-    node.run("systemctl", "kill", "--signal=SIGKILL", "dbus.service")
     node.run("systemctl", "restart", "systemd-journald.service")
     at = step_of(node, "alone")
     wait_for_step(node, "alone", at + 200)
