@@ -128,7 +128,7 @@ def attempts(entries: Iterable[Entry], now: UnitState | None) -> list[Attempt]:
     following = [told for _, told in grouped[1:]]
     return [
         _attempt(invocation, told, after, now)
-        for (invocation, told), after in zip(grouped, [*following, None], strict=True)
+        for (invocation, told), after in zip(grouped, [*following, None], strict=False)
     ]
 
 
@@ -271,11 +271,11 @@ def _time(entry: Entry) -> float:
 
 
 def _message(entry: Entry) -> str:
-    """MESSAGE on one line; journalctl gives what is no plain text as a list of bytes."""
+    """MESSAGE on one line, safe for a terminal; journalctl gives what is no plain text as a list of bytes."""
     value = entry.get("MESSAGE") or ""
     if isinstance(value, list):
         value = bytes(value).decode(errors="backslashreplace") if all(type(b) is int for b in value) else value[-1]
-    return " ".join(str(value).split())
+    return "".join(c if c.isprintable() else "?" for c in " ".join(str(value).split()))
 
 
 def _first(told: Iterable[Entry], **fields: str) -> Entry | None:
