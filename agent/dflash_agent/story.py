@@ -35,7 +35,7 @@ TOO_QUICKLY = "Start request repeated too quickly."  # has no id
 
 ENDS = ("complete", "stopped", "failed", "refused")
 REMARKS = ("back-off", "reaped", "checkpoint-skipped", "save-failed", "step-skipped", "after")
-EVENTS = ("loading", "resumed", "training", *ENDS, *REMARKS)
+EVENTS = ("training", *ENDS, *REMARKS)
 WARNING = 4  # syslog(3)
 CANNOT_START = "78"
 FIELDS = (

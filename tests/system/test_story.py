@@ -24,7 +24,7 @@ def test_a_run_that_is_killed_and_completes_is_told_while_and_after_it_trains(no
     wait_for(lambda: step_of(node, "told") >= 120, 120, "step 120")
     node.run("systemctl", "kill", "--kill-whom=main", "--signal=SIGKILL", unit)
     wait_for(lambda: show(node, unit, "NRestarts") == "1", 60, "the restart")
-    wait_for(lambda: show(node, unit, "ActiveState") != "activating", 120, "the first step")
+    wait_for(lambda: show(node, unit, "ActiveState") == "active", 120, "the first step")
     killed, now = explain(node, "told")
     assert (killed["ending"], killed["text"]) == ("killed", "killed by SIGKILL")
     assert killed["first_step"] == 0

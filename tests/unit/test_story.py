@@ -160,7 +160,7 @@ def changed(name: str, **fields: str) -> list[Entry]:
 
 
 def test_results_that_are_hard_to_bring_about() -> None:
-    # A kill by the kernel leaves the same entries as any other, but for the result (OOMPolicy=, systemd.service(5)).
+    # A kill by the kernel leaves the same entries as any other, but for the result (systemd.service(5)).
     (attempt,) = attempts(changed("killed", result="oom-kill"), INACTIVE)
     assert attempt.ending == "oom-kill"
     assert "out of memory" in attempt.text
