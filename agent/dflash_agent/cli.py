@@ -6,7 +6,7 @@ import os
 import pwd
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from dflash_agent import (
@@ -145,19 +145,16 @@ def run_verify(args: argparse.Namespace) -> int:
     path = runfile.path_of(args.name)
     run = runfile.load(path)
     print(Finding("config", "ok", f"{path} is well-formed").line())
-    refused = False
-    for finding in itertools.chain(quick_checks(run, path), deep_checks(path), checkpoint_checks(run, path)):
-        refused |= finding.severity == "refuse"
-        print(finding.line(), flush=True)
+    refused = show_findings(itertools.chain(quick_checks(run, path), deep_checks(path)))
     step = outputs.completed(run)
     if step is not None and not refused:
         print(
             f"complete: step {step} was the last, a start does nothing; to train anew: dflashctl fresh {args.name}"
         )
         return 0
+    refused |= show_findings(checkpoint_checks(run, path))
     choice = preflight.judge_run(run, take_snapshot(load_config()))
-    for finding in choice.findings:
-        print(finding.line(), flush=True)
+    show_findings(choice.findings)
     if refused or choice.hopeless or (choice.refusals and run.preflight.on_dirty == "fail"):
         print("the run would be refused")
         return EXIT_REFUSED
@@ -166,6 +163,15 @@ def run_verify(args: argparse.Namespace) -> int:
         return EXIT_FAILED
     print(f"ready: systemctl start dflash-train@{args.name}")
     return 0
+
+
+def show_findings(findings: Iterable[Finding]) -> bool:
+    """Prints each finding as soon as it is known; whether one of them refuses."""
+    refused = False
+    for finding in findings:
+        refused |= finding.severity == "refuse"
+        print(finding.line(), flush=True)
+    return refused
 
 
 def quick_checks(run: runfile.RunFile, path: Path) -> Iterator[Finding]:

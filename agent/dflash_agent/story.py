@@ -34,7 +34,7 @@ NOT_SPAWNED = "641257651c1b4ec9a8624d7a40a9e1e7"
 TOO_QUICKLY = "Start request repeated too quickly."  # has no id
 
 ENDS = ("complete", "stopped", "failed", "refused")
-REMARKS = ("back-off", "reaped", "checkpoint-skipped", "save-failed", "step-skipped", "after")
+REMARKS = ("back-off", "reaped", "checkpoint-skipped", "out-of-memory", "save-failed", "step-skipped", "after")
 EVENTS = ("training", *ENDS, *REMARKS)
 WARNING = 4  # syslog(3)
 CANNOT_START = "78"
@@ -147,7 +147,8 @@ def _by_invocation(entries: Iterable[Entry]) -> dict[str, list[Entry]]:
 
 
 def _attempt(invocation: str, told: list[Entry], after: list[Entry] | None, now: UnitState | None) -> Attempt:
-    steps = [int(e["DFLASH_STEP"]) for e in told if _event(e) in ("step", "training", "complete", "stopped")]
+    done = ("step", "training", "complete", "stopped")  # the last two without a step if none was taken
+    steps = [int(e["DFLASH_STEP"]) for e in told if _event(e) in done and "DFLASH_STEP" in e]
     trained = _last(told, DFLASH_EVENT="training")
     end = _last(told, MESSAGE_ID=SUCCEEDED) or _first(told, MESSAGE_ID=FAILED)
     live = after is None and (now is None or now.active not in ("inactive", "failed"))
@@ -180,12 +181,14 @@ def _ending(told: list[Entry], end: Entry) -> tuple[str, str]:
     said = next((e for e in reversed(told) if _event(e) in ENDS), None)
     event = _event(said) if said else ""
     message = _message(said) if said else ""
-    exited = _last(told, MESSAGE_ID=EXITED) or {}
+    exited = _exited(told)
     code = exited.get("EXIT_STATUS", "")
     late = f"; before that: {message}" if message else ""
     match end.get("UNIT_RESULT"):
         case None if event in ("complete", "stopped"):
             return event, message
+        case None if _last(told, DFLASH_EVENT="training"):
+            return "stopped", "stopped at once, without a last checkpoint"
         case None:
             return "stopped", "stopped before its first step"
         case "signal" | "core-dump":
@@ -216,7 +219,7 @@ def _ending(told: list[Entry], end: Entry) -> tuple[str, str]:
 def _then(told: list[Entry], ending: str, ended: float, after: list[Entry] | None, now: UnitState | None) -> str:
     """What was done after an attempt that has ended."""
     stopped = _last(told, MESSAGE_ID=STOPPED) or {}
-    exited = _last(told, MESSAGE_ID=EXITED) or {}
+    exited = _exited(told)
     scheduled = _last(told, MESSAGE_ID=RESTARTS)
     why_not = ""
     if any(_message(e).endswith(TOO_QUICKLY) for e in told if e.get("_PID") == "1"):
@@ -239,6 +242,11 @@ def _then(told: list[Entry], ending: str, ended: float, after: list[Entry] | Non
     if not why_not and (scheduled or (now is not None and now.sub == "auto-restart")):
         return "about to be restarted"
     return why_not or "not restarted; the journal does not say why"
+
+
+def _exited(told: list[Entry]) -> Entry:
+    """How the main process ended, or, if there was none, the one that failed; empty if none did."""
+    return _last(told, MESSAGE_ID=EXITED, COMMAND="ExecStart") or _last(told, MESSAGE_ID=EXITED) or {}
 
 
 def _under_way(trained: bool, now: UnitState | None) -> tuple[str, str]:

@@ -7,6 +7,7 @@ from container import Machine
 from dflash_agent import outputs
 
 from .node import make_run, show, start, wait_for
+from .test_faults import drop_in
 from .test_training import output_of, step_of, wait_until_done
 
 
@@ -57,6 +58,18 @@ def test_a_stop_and_a_refusal_are_told_with_their_reasons(node: Machine) -> None
     assert "exit code 78" in refused["then"]
 
 
+def test_the_start_limit_is_told_as_the_reason_why_there_is_no_other_attempt(node: Machine) -> None:
+    unit = make_run(node, "limited", max_steps=1_000_000)
+    with drop_in(node, unit, "[Unit]\nStartLimitBurst=1\n[Service]\nRestartSec=100ms\n"):
+        start(node, unit)
+        node.run("systemctl", "kill", "--kill-whom=main", "--signal=SIGKILL", unit)
+        wait_for(lambda: show(node, unit, "ActiveState") == "failed", 60, "the limit")
+        (attempt,) = explain(node, "limited")
+        assert attempt["text"] == "killed by SIGKILL"
+        assert "start-limit" in attempt["then"]
+        print("RESULT", show(node, unit, "Result"), node.run("journalctl", "-u", unit, "-o", "cat").stdout[-600:])
+
+
 def test_who_may_not_read_the_journal_is_told_to_use_sudo(node: Machine) -> None:
     make_run(node, "secret")
     command = ("dflashctl", "explain", "secret")
@@ -71,27 +84,28 @@ def test_who_may_not_read_the_journal_is_told_to_use_sudo(node: Machine) -> None
 
 
 def test_a_damaged_checkpoint_is_named_with_the_one_that_a_start_uses_instead(node: Machine) -> None:
-    unit = make_run(node, "damaged-one")
-    assert "begins at step 0" in node.run("dflashctl", "checkpoints", "damaged-one").stdout
+    unit = make_run(node, "torn", max_steps=1_000_000)
+    assert "begins at step 0" in node.run("dflashctl", "checkpoints", "torn").stdout
     start(node, unit)
-    wait_until_done(node, unit)
-    assert "checkpoint: step 20, " in node.run("dflashctl", "verify", "damaged-one").stdout
-    *older, (_, newest) = outputs.checkpoint_dirs(output_of(node, "damaged-one"))
+    wait_for(lambda: step_of(node, "torn") >= 20, 120, "step 20")
+    node.run("systemctl", "stop", unit)
+    *_, (before, _), (last, newest) = outputs.checkpoint_dirs(output_of(node, "torn"))
+    assert f"checkpoint: step {last}, " in node.run("dflashctl", "verify", "torn").stdout
     state = newest / "state.pt"
     state.write_bytes(state.read_bytes()[:-1] + b"!")
-    lines = node.run("dflashctl", "checkpoints", "damaged-one").stdout.splitlines()
+    lines = node.run("dflashctl", "checkpoints", "torn").stdout.splitlines()
     assert "damaged: state.pt does not match its checksum" in lines[1]
     assert lines[2].endswith("whole, a start goes on from it")
-    warned = node.run("dflashctl", "verify", "damaged-one").stdout
-    assert "warn    checkpoint-damaged: step 20 (state.pt does not match its checksum)" in warned
-    node.run("systemctl", "start", unit)
-    wait_until_done(node, unit)
-    last = explain(node, "damaged-one")[-1]
-    assert last["first_step"] == older[-1][0]
-    assert "state.pt does not match its checksum" in last["remarks"][0]
-    for _, directory in outputs.checkpoint_dirs(output_of(node, "damaged-one")):
+    warned = node.run("dflashctl", "verify", "torn").stdout
+    assert f"warn    checkpoint-damaged: step {last} (state.pt does not match its checksum)" in warned
+    start(node, unit)
+    node.run("systemctl", "stop", unit)
+    attempt = explain(node, "torn")[-1]
+    assert attempt["first_step"] == before
+    assert "state.pt does not match its checksum" in attempt["remarks"][0]
+    for _, directory in outputs.checkpoint_dirs(output_of(node, "torn")):
         (directory / "state.pt").unlink()
-    assert node.run("dflashctl", "checkpoints", "damaged-one", check=False).returncode == 1
-    refused = node.run("dflashctl", "verify", "damaged-one", check=False)
+    assert node.run("dflashctl", "checkpoints", "torn", check=False).returncode == 1
+    refused = node.run("dflashctl", "verify", "torn", check=False)
     assert refused.returncode == 78
     assert "holds no whole checkpoint" in refused.stdout

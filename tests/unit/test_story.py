@@ -192,6 +192,21 @@ def test_a_failure_that_is_worth_another_attempt_is_told_with_its_last_sentence(
     assert attempt.then == "about to be restarted"
 
 
+@pytest.mark.parametrize("event", ["stopped", "complete"])
+def test_an_attempt_that_ends_before_a_step_tells_none(event: str) -> None:
+    own = [e for e in entries("stopped") if e.get("INVOCATION_ID") == told("stopped")[1].invocation]
+    begun, ended = own[0], own[-2:]
+    word = said(event, f"{event}: nothing was done", _SYSTEMD_INVOCATION_ID=begun["INVOCATION_ID"])
+    (attempt,) = attempts([begun, word, *ended], INACTIVE)
+    assert (attempt.ending, attempt.text) == (event, f"{event}: nothing was done")
+    assert (attempt.first_step, attempt.last_step) == (None, None)
+
+
+def test_a_second_signal_ends_it_without_a_checkpoint() -> None:
+    cut = [e for e in entries("stopped") if e.get("DFLASH_EVENT") != "stopped"]
+    assert attempts(cut, INACTIVE)[0].text == "stopped at once, without a last checkpoint"
+
+
 def test_remarks_are_told_once_a_kind_on_one_line_and_an_xid_belongs_to_the_run() -> None:
     xid = said("xid", "GPU 0: Xid 79: has fallen off the bus", _SYSTEMD_INVOCATION_ID="the-agent's")
     more = [
