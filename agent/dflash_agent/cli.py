@@ -1,14 +1,26 @@
 """The command dflashctl: makes and checks runs, shows them, and keeps the trainer's runtime."""
 
 import argparse
+import itertools
 import os
 import pwd
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from dflash_agent import __version__, manager, outputs, preflight, report, runfile, runtime, status
+from dflash_agent import (
+    __version__,
+    checkpoints,
+    manager,
+    outputs,
+    preflight,
+    report,
+    runfile,
+    runtime,
+    status,
+    story,
+)
 from dflash_agent.checks import USER, check_run, findings_of
 from dflash_agent.config import load_config
 from dflash_agent.findings import Finding
@@ -32,7 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
     except (ConfigError, Refused) as error:
         print(f"dflashctl: {error}", file=sys.stderr)
         return EXIT_REFUSED
-    except runtime.RuntimeFailed as error:
+    except (runtime.RuntimeFailed, story.JournalUnread) as error:
         print(f"dflashctl: {error}", file=sys.stderr)
         return EXIT_FAILED
     except PermissionError as error:
@@ -74,6 +86,16 @@ def build_parser() -> argparse.ArgumentParser:
     show.add_argument("name", metavar="NAME", nargs="?")
     show.add_argument("--json", action="store_true", help="for programs")
     show.set_defaults(run=run_status)
+
+    explain = commands.add_parser("explain", help="tell a run's attempts from the journal: steps, ends, restarts")
+    explain.add_argument("name", metavar="NAME")
+    explain.add_argument("--json", action="store_true", help="for programs")
+    explain.set_defaults(run=run_explain)
+
+    saved = commands.add_parser("checkpoints", help="read a run's checkpoints; exit 1 if all are damaged")
+    saved.add_argument("name", metavar="NAME")
+    saved.add_argument("--json", action="store_true", help="for programs")
+    saved.set_defaults(run=run_checkpoints)
 
     fresh = commands.add_parser("fresh", help="put a run's output aside, so that its next start begins anew")
     fresh.add_argument("name", metavar="NAME")
@@ -123,19 +145,16 @@ def run_verify(args: argparse.Namespace) -> int:
     path = runfile.path_of(args.name)
     run = runfile.load(path)
     print(Finding("config", "ok", f"{path} is well-formed").line())
-    refused = False
-    for finding in (*quick_checks(run, path), *deep_checks(path)):
-        refused |= finding.severity == "refuse"
-        print(finding.line(), flush=True)
+    refused = show_findings(itertools.chain(quick_checks(run, path), deep_checks(path)))
     step = outputs.completed(run)
     if step is not None and not refused:
         print(
             f"complete: step {step} was the last, a start does nothing; to train anew: dflashctl fresh {args.name}"
         )
         return 0
+    refused |= show_findings(checkpoint_checks(run, path))
     choice = preflight.judge_run(run, take_snapshot(load_config()))
-    for finding in choice.findings:
-        print(finding.line(), flush=True)
+    show_findings(choice.findings)
     if refused or choice.hopeless or (choice.refusals and run.preflight.on_dirty == "fail"):
         print("the run would be refused")
         return EXIT_REFUSED
@@ -144,6 +163,15 @@ def run_verify(args: argparse.Namespace) -> int:
         return EXIT_FAILED
     print(f"ready: systemctl start dflash-train@{args.name}")
     return 0
+
+
+def show_findings(findings: Iterable[Finding]) -> bool:
+    """Prints each finding as soon as it is known; whether one of them refuses."""
+    refused = False
+    for finding in findings:
+        refused |= finding.severity == "refuse"
+        print(finding.line(), flush=True)
+    return refused
 
 
 def quick_checks(run: runfile.RunFile, path: Path) -> Iterator[Finding]:
@@ -166,12 +194,25 @@ def deep_checks(path: Path) -> Iterator[Finding]:
     )
 
 
+def checkpoint_checks(run: runfile.RunFile, path: Path) -> Iterator[Finding]:
+    """The newest checkpoint, its checksums included, with the rights of the user that trains."""
+    if os.geteuid() != 0:
+        yield checkpoints.check_newest(run)
+        return
+    yield from findings_of([runtime.PYTHON, "-m", "dflash_agent.checkpoints", str(path)])
+
+
+def need_run(name: str) -> None:
+    """Raises Refused if there is no run file of that name."""
+    path = runfile.path_of(name)
+    if not path.exists():
+        raise Refused(f"{path} does not exist; runs are: {', '.join(status.all_runs()) or 'none'}")
+
+
 def run_status(args: argparse.Namespace) -> int:
     """`dflashctl status [NAME]`."""
     if args.name is not None:
-        path = runfile.path_of(args.name)
-        if not path.exists():
-            raise Refused(f"{path} does not exist; runs are: {', '.join(status.all_runs()) or 'none'}")
+        need_run(args.name)
     names = [args.name] if args.name else status.all_runs()
     rows = [status.run_status(name, runfile.path_of(name)) for name in names]
     if args.json:
@@ -191,6 +232,36 @@ def run_check(args: argparse.Namespace) -> int:
     colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     print(report.as_json(snapshot, findings) if args.json else report.table(snapshot, findings, colour))
     return EXIT_FAILED if any(finding.severity == "refuse" for finding in findings) else 0
+
+
+def run_explain(args: argparse.Namespace) -> int:
+    """`dflashctl explain NAME`."""
+    need_run(args.name)
+    unit = manager.unit_of(args.name)
+    try:
+        now = manager.unit_state(unit)
+    except manager.ManagerAway:
+        now = None
+    told = story.attempts(story.read(unit), now)
+    print(story.as_json(args.name, told) if args.json else story.table(args.name, told))
+    return 0
+
+
+def run_checkpoints(args: argparse.Namespace) -> int:
+    """`dflashctl checkpoints NAME`."""
+    output = Path(runfile.load(runfile.path_of(args.name)).output.dir)
+    found: list[checkpoints.Checkpoint] = []
+    used = None
+    for one in checkpoints.survey(output):
+        used = used or (None if one.reason else one)
+        if not args.json:
+            print(*([] if found else [checkpoints.HEAD]), checkpoints.row(one, one is used), sep="\n", flush=True)
+        found.append(one)
+    if args.json:
+        print(checkpoints.as_json(found, used))
+    elif not found:
+        print(f"no checkpoints in {output}: a start begins at step 0")
+    return EXIT_FAILED if found and used is None else 0
 
 
 def run_fresh(args: argparse.Namespace) -> int:

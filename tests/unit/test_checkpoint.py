@@ -5,7 +5,6 @@ import errno
 import json
 import os
 import random
-import re
 import subprocess
 import sys
 import threading
@@ -16,7 +15,8 @@ from pathlib import Path
 import pytest
 from conftest import small_disk
 from dflash_agent import outputs
-from dflash_trainer.checkpoint import Damaged, Saver, newest_whole, recover, save, verify
+from dflash_agent.checkpoints import newest_whole, verify
+from dflash_trainer.checkpoint import Saver, recover, save
 
 DEADLINE = 60
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
@@ -133,72 +133,6 @@ def flip_a_bit(path: Path, bit: int) -> None:
     data = bytearray(path.read_bytes())
     data[bit // 8] ^= 1 << bit % 8
     path.write_bytes(data)
-
-
-@pytest.mark.parametrize("name", ["state.pt", "drafter/model.safetensors"])
-@pytest.mark.parametrize(
-    "fault", ["first bit", "middle bit", "last bit", "truncated", "longer", "missing", "a directory"]
-)
-def test_every_damage_is_named_and_the_one_before_is_taken(name: str, fault: str, tmp_path: Path) -> None:
-    save_steps(tmp_path, 10, 20)
-    path = directory_of(tmp_path, 20) / name
-    size = path.stat().st_size
-    match fault:
-        case "truncated":
-            os.truncate(path, size - 1)
-        case "longer":
-            os.truncate(path, size + 1)
-        case "missing" | "a directory":
-            path.unlink()
-            if fault == "a directory":
-                path.mkdir()
-        case _:
-            flip_a_bit(path, {"first": 0, "middle": 4 * size + 3, "last": 8 * size - 1}[fault.split()[0]])
-    with pytest.raises(Damaged, match=re.escape(name)):
-        verify(directory_of(tmp_path, 20))
-    newest, (skipped,) = newest_whole(tmp_path)
-    assert newest == directory_of(tmp_path, 10)
-    assert skipped.path == directory_of(tmp_path, 20)
-    assert name in skipped.reason
-
-
-def test_a_manifest_cut_at_any_byte_is_damage(tmp_path: Path) -> None:
-    save_steps(tmp_path, 10)
-    manifest = directory_of(tmp_path, 10) / "manifest.json"
-    text = manifest.read_text().rstrip()
-    manifest.write_text(text)
-    verify(directory_of(tmp_path, 10))
-    for size in range(len(text)):
-        manifest.write_text(text[:size])
-        with pytest.raises(Damaged, match="manifest"):
-            verify(directory_of(tmp_path, 10))
-
-
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("[]", "manifest"),
-        ('{"format": 1, "step": 10}', "files"),
-        ('{"format": 1, "step": 10, "files": []}', "manifest"),
-        ('{"format": 1, "step": 10, "files": {"state.pt": {"size": 50000}}}', "sha256"),
-        ('{"format": 2, "step": 10, "files": {}}', "format is 2, this version reads 1"),
-        ('{"format": 1, "step": 20, "files": {}}', "of step 20"),
-        ("\x00" * 100, "manifest"),
-    ],
-)
-def test_a_manifest_that_says_something_else_is_damage(text: str, reason: str, tmp_path: Path) -> None:
-    save_steps(tmp_path, 10)
-    (directory_of(tmp_path, 10) / "manifest.json").write_text(text)
-    with pytest.raises(Damaged, match=reason):
-        verify(directory_of(tmp_path, 10))
-
-
-def test_a_checkpoint_without_its_manifest_is_skipped(tmp_path: Path) -> None:
-    save_steps(tmp_path, 10, 20)
-    (directory_of(tmp_path, 20) / "manifest.json").unlink()
-    newest, (skipped,) = newest_whole(tmp_path)
-    assert newest == directory_of(tmp_path, 10)
-    assert skipped.reason == "it has no manifest.json"
 
 
 def test_recovery_points_servers_at_the_newest_whole_one(tmp_path: Path) -> None:

@@ -4,36 +4,21 @@ A checkpoint is written beside its place, with a manifest of sizes and checksums
 """
 
 import contextlib
-import hashlib
 import json
 import shutil
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from dflash_agent import outputs
+from dflash_agent.checkpoints import FORMAT, Checkpoint, Damaged, has_all_files, newest_whole, sha256, verify
 
 from dflash_trainer.whole import sync, whole_directory
 
-FORMAT = 1
 FIRST_PAUSE, LONGEST_PAUSE = 60.0, 960.0  # seconds until a save that failed is tried again
 STUCK = 1200.0  # seconds without progress after which a save counts as hung: fsync(2) of 10 GB may take that long
 _NEW_LINK = f".{outputs.DRAFTER_LINK}.new"
-
-
-class Damaged(Exception):
-    """The checkpoint is not what its manifest says; str() is the reason."""
-
-
-@dataclass(frozen=True, slots=True)
-class Skipped:
-    """A checkpoint that could not be used, and why."""
-
-    path: Path
-    reason: str
 
 
 def save(output: Path, step: int, write: Callable[[Path], None], keep_last: int, keep_every: int) -> Path:
@@ -55,34 +40,7 @@ def save(output: Path, step: int, write: Callable[[Path], None], keep_last: int,
     return final
 
 
-def verify(directory: Path) -> None:
-    """Reads the whole checkpoint against its manifest. Raises Damaged."""
-    for name, (size, digest) in _entries(directory).items():
-        path = directory / name
-        try:
-            found = path.stat().st_size
-            if found != size:
-                raise Damaged(f"{name} has {found} bytes instead of {size}")
-            if _sha256(path) != digest:
-                raise Damaged(f"{name} does not match its checksum")
-        except OSError as error:
-            raise Damaged(f"{name} cannot be read: {error.strerror}") from error
-
-
-def newest_whole(output: Path) -> tuple[Path | None, list[Skipped]]:
-    """The newest checkpoint whose manifest holds, and the newer ones that were skipped, newest first."""
-    skipped = []
-    for _, directory in reversed(outputs.checkpoint_dirs(output)):
-        try:
-            verify(directory)
-        except Damaged as error:
-            skipped.append(Skipped(directory, str(error)))
-        else:
-            return directory, skipped
-    return None, skipped
-
-
-def recover(output: Path) -> tuple[Path | None, list[Skipped]]:
+def recover(output: Path) -> tuple[Path | None, list[Checkpoint]]:
     """newest_whole for the start of an attempt: also removes what was cut short and mends OUTPUT/drafter."""
     _remove_leftovers(output)
     newest, skipped = newest_whole(output)
@@ -99,7 +57,7 @@ def _prune(output: Path, step: int, keep_last: int, keep_every: int) -> None:
     short leaves a damaged one among the oldest, for the next time.
     """
     there = [(s, path) for s, path in outputs.checkpoint_dirs(output) if s <= step]
-    full = [s for s, path in there if _has_all_files(path)]
+    full = [s for s, path in there if has_all_files(path)]
     oldest = full[-keep_last:][0]
     for old, directory in there:
         if old < oldest and not (keep_every and old % keep_every == 0):
@@ -117,24 +75,9 @@ def _remove_leftovers(output: Path) -> None:
 
 def _write_manifest(directory: Path, step: int) -> None:
     files = sorted(path for path in directory.rglob("*") if path.is_file())
-    entries = {str(p.relative_to(directory)): {"size": p.stat().st_size, "sha256": _sha256(p)} for p in files}
+    entries = {str(p.relative_to(directory)): {"size": p.stat().st_size, "sha256": sha256(p)} for p in files}
     text = json.dumps({"format": FORMAT, "step": step, "files": entries}, indent=1)
     (directory / outputs.MANIFEST_FILE).write_text(text + "\n")
-
-
-def _entries(directory: Path) -> dict[str, tuple[int, str]]:
-    """Size and checksum of every file, by the manifest. Raises Damaged if that is not one of this step."""
-    try:
-        manifest: dict[str, Any] = json.loads((directory / outputs.MANIFEST_FILE).read_text())
-        if manifest["format"] != FORMAT:
-            raise Damaged(f"its format is {manifest['format']}, this version reads {FORMAT}")
-        if outputs.checkpoint_name(manifest["step"]) != directory.name:
-            raise Damaged(f"its manifest is of step {manifest['step']}")
-        return {name: (entry["size"], entry["sha256"]) for name, entry in manifest["files"].items()}
-    except FileNotFoundError:
-        raise Damaged(f"it has no {outputs.MANIFEST_FILE}") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise Damaged(f"its manifest cannot be read: {type(error).__name__}: {error}") from error
 
 
 def _is_whole(directory: Path) -> bool:
@@ -143,14 +86,6 @@ def _is_whole(directory: Path) -> bool:
     except Damaged:
         return False
     return True
-
-
-def _has_all_files(directory: Path) -> bool:
-    """A cheap look, without checksums."""
-    with contextlib.suppress(Damaged, OSError):
-        entries = _entries(directory)
-        return all((directory / name).stat().st_size == size for name, (size, _) in entries.items())
-    return False
 
 
 def _point_drafter(output: Path, checkpoint: Path) -> None:
@@ -163,11 +98,6 @@ def _point_drafter(output: Path, checkpoint: Path) -> None:
     fresh.symlink_to(aim)
     fresh.replace(link)
     sync(output)
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 class Saver:
