@@ -10,6 +10,7 @@ OUTPUT/.lock                        locked by the process that trains, which it 
 OUTPUT/previous-20261201T120000Z/   what `fresh` put aside
 """
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -103,11 +104,15 @@ def lock(output: Path, who: str) -> int:
 
 
 def mark_complete(run: RunFile, step: int) -> None:
-    """Writes down that the last step is done, so that another start need not load anything. Raises OSError."""
+    """Writes down that the last step is done, so that another start need not load anything.
+
+    If that cannot be written, the next start finds out by itself.
+    """
     output = Path(run.output.dir)
     unsure = output / f".{COMPLETE_FILE}.new"
-    unsure.write_text(json.dumps({"step": step} | _of(run)) + "\n")
-    unsure.replace(output / COMPLETE_FILE)
+    with contextlib.suppress(OSError):
+        unsure.write_text(json.dumps({"step": step} | _of(run)) + "\n")
+        unsure.replace(output / COMPLETE_FILE)
 
 
 def completed(run: RunFile) -> int | None:

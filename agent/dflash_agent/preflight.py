@@ -296,7 +296,11 @@ def look_after(name: str) -> None:
 def say_last_word(name: str) -> None:
     """When the limit of starts is reached: systemd says only that. A refusal has said what to do."""
     unit = manager.unit_of(name)
-    state = manager.unit_state(unit)
+    try:
+        state = manager.unit_state(unit)
+    except manager.ManagerAway as error:
+        say_of(unit, f"{unit} has failed; systemd cannot be asked why ({error})", priority=4)
+        return
     if state.restarts and (state.result, state.exit_status) != ("exit-code", EXIT_CANNOT_START):
         text = f"{unit} has failed {state.restarts + 1} times and is not started again; mend what its attempts say"
         remedy = f"then: systemctl reset-failed {unit} && systemctl start {unit}"

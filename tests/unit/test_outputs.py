@@ -1,9 +1,13 @@
 """The output directory, read by the agent."""
 
 import json
+import os
 from pathlib import Path
+from typing import Any
 
+import pytest
 from dflash_agent import outputs
+from dflash_agent.runfile import RunFile, from_flags
 
 
 def test_checkpoints_are_listed_by_step_and_nothing_else_is(tmp_path: Path) -> None:
@@ -36,3 +40,34 @@ def test_fresh_moves_everything_of_a_run_and_keeps_the_rest(tmp_path: Path) -> N
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted([aside.name, "notes.txt"])
     assert (aside / "drafter").resolve() == (aside / "checkpoints" / "step-00000001" / "drafter").resolve()
     assert (aside / "run.json").exists()
+
+
+def a_run(output: Path, **changes: Any) -> RunFile:
+    values = {"target.model": "/srv/target", "data.dir": "/srv/data", "output.dir": str(output)}
+    return from_flags("run1", values | changes)
+
+
+def test_a_run_is_complete_only_with_the_settings_and_inputs_that_it_was_completed_with(tmp_path: Path) -> None:
+    run = a_run(tmp_path)
+    assert outputs.completed(run) is None
+    outputs.mark_complete(run, 240)
+    assert outputs.completed(run) is None  # without a drafter there is nothing to be content with
+    (tmp_path / "drafter").mkdir()
+    assert outputs.completed(run) == 240
+    assert outputs.completed(a_run(tmp_path, **{"train.epochs": 7})) is None
+    assert outputs.completed(a_run(tmp_path, **{"data.dir": "/srv/other"})) is None
+    assert outputs.completed(a_run(tmp_path, **{"output.keep_last": 9})) == 240
+    (tmp_path / "complete.json").write_text("{}")
+    assert outputs.completed(run) is None
+
+
+def test_a_mark_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
+    outputs.mark_complete(a_run(tmp_path / "gone"), 240)
+
+
+def test_an_output_is_locked_until_its_descriptor_is_closed_and_names_its_holder(tmp_path: Path) -> None:
+    first = outputs.lock(tmp_path, "run run1 (pid 41)")
+    with pytest.raises(outputs.InUse, match="pid 41"):
+        outputs.lock(tmp_path, "run run2 (pid 42)")
+    os.close(first)
+    os.close(outputs.lock(tmp_path, "run run2 (pid 42)"))
