@@ -21,10 +21,10 @@ class UnitState:
     active: str  # active, activating, failed, …
     sub: str
     result: str  # of the last attempt
-    exit_status: int  # of its main process: an exit code, or a signal
     status: str  # STATUS= of the main process
     restarts: int  # automatic ones since the last start by hand
     since: float  # when it entered this state, unix seconds; 0 if never
+    exit_status: int = 0  # of its main process: an exit code, or a signal
 
 
 def unit_of(run: str) -> str:

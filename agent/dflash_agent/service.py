@@ -534,7 +534,7 @@ def verify(run: str) -> int:
     except ConfigError as error:
         print(error, file=sys.stderr)
         return EXIT_CONFIG
-    checked = (*cli.quick_checks(loaded, path), *cli.deep_checks(path))
+    checked = (*cli.quick_checks(loaded, path), *cli.deep_checks(path), *cli.checkpoint_checks(loaded, path))
     choice = preflight.judge_run(loaded, verdict.take_snapshot(config))
     for finding in (Finding("config", "ok", f"{path} is well-formed"), *checked, *choice.findings):
         print(json.dumps(asdict(finding)))

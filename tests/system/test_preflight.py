@@ -84,7 +84,7 @@ def try_start(node: Machine, unit: str) -> bool:
 
 def status(node: Machine, unit: str) -> str:
     """What `systemctl status` shows."""
-    return node.run("systemctl", "status", "--no-pager", "--lines=5", unit, check=False).stdout
+    return node.run("systemctl", "status", "--no-pager", unit, check=False).stdout
 
 
 def environment(node: Machine, unit: str) -> dict[str, str]:
