@@ -174,12 +174,15 @@ def test_a_line_says_what_is_known_and_nothing_that_is_not() -> None:
 
 
 def test_a_command_with_lines_is_told_in_one() -> None:
-    child = subprocess.Popen([sys.executable, "-c", "\n\nprint()\ninput()\n"], stdin=subprocess.PIPE)
+    program = [sys.executable, "-u", "-c", "\n\nprint()\ninput()\n"]
+    child = subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert child.stdout is not None
     try:
+        child.stdout.readline()  # before it runs, the kernel tells nothing
         told = holders.describe(child.pid, (), (), AgentConfig()).line()
     finally:
         child.kill()
-        child.wait()
+        child.communicate()
     assert "print() input()" in told
     assert "\n" not in told
 

@@ -33,7 +33,7 @@ def test_a_row_without_weight_adds_nothing_and_gets_no_gradient() -> None:
     head, labels = torch.randn(5, 8), torch.tensor([1, 2])
     loss, _ = weighted_cross_entropy(hidden, head, labels, torch.tensor([1.0, 0.0]))
     alone, _ = weighted_cross_entropy(hidden[:1], head, labels[:1], torch.ones(1))
-    assert loss.item() == pytest.approx(alone.item())
+    assert loss.item() == pytest.approx(alone.item(), abs=1e-5)  # float32
     loss.backward()
     assert hidden.grad is not None
     assert hidden.grad[1].abs().max() == 0
