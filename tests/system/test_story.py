@@ -67,7 +67,6 @@ def test_the_start_limit_is_told_as_the_reason_why_there_is_no_other_attempt(nod
         (attempt,) = explain(node, "limited")
         assert attempt["text"] == "killed by SIGKILL"
         assert "start-limit" in attempt["then"]
-        print("RESULT", show(node, unit, "Result"), node.run("journalctl", "-u", unit, "-o", "cat").stdout[-600:])
 
 
 def test_who_may_not_read_the_journal_is_told_to_use_sudo(node: Machine) -> None:
