@@ -170,3 +170,13 @@ def test_an_enabled_run_that_is_complete_stays_so_after_a_reboot_of_the_manager(
     assert show(node, unit, "Result") == "success"
     node.run("systemctl", "disable", unit)
     assert output_of(node, "enabled").exists()
+
+
+def test_of_very_many_lines_none_is_dropped(node: Machine) -> None:
+    unit = make_run(node, "talks", **LONG)
+    program = "/usr/bin/python3 -c 'for i in range(40000): print(\"line\", i)'"
+    with drop_in(node, unit, f"[Service]\nType=oneshot\nRestart=no\nExecStart=\nExecStart={program}\n"):
+        start(node, unit)
+        node.run("journalctl", "--sync")
+        lines = [line for line in journal(node, unit).splitlines() if line.startswith("line ")]
+        assert len(lines) == 40000
