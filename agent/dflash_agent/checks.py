@@ -21,6 +21,8 @@ from dflash_agent.runfile import STATE_DIR, ConfigError, RunFile, load
 from dflash_agent.words import size
 
 PRIVATE_DIRS = (Path("/tmp"), Path("/var/tmp"))
+SHARED_MEMORY = Path("/dev/shm")
+SHARED_BYTES = 64 << 20  # what containers get by default
 USER = "dflash"
 DEADLINE = 600  # seconds for reading the whole data set
 MASTER_BYTES = 12  # a parameter of a checkpoint's state: float32 master and AdamW's two moments
@@ -40,6 +42,7 @@ def check_run(run: RunFile) -> Iterator[Finding]:
     yield from output
     if all(finding.severity == "ok" for finding in output):
         yield from check_space(run)
+    yield from check_shm()
     yield check_runtime()
 
 
@@ -202,6 +205,20 @@ def check_space(run: RunFile) -> Iterator[Finding]:
         yield Finding("disk-space", "warn", f"{text}, {keep} are kept", "lower keep_last, or free space")
     else:
         yield Finding("disk-space", "ok", text)
+
+
+def check_shm() -> Iterator[Finding]:
+    """Room in shared memory, where libraries keep what processes share, beside a target that somebody put there."""
+    try:
+        free = shutil.disk_usage(SHARED_MEMORY).free
+    except OSError:  # there is none
+        return
+    text = f"{size(free)} free in {SHARED_MEMORY}"
+    if free < SHARED_BYTES:
+        hint = f"remove what is not needed: ls -l {SHARED_MEMORY}"
+        yield Finding("shm-space", "warn", f"{text}; libraries may need {size(SHARED_BYTES)}", hint)
+    else:
+        yield Finding("shm-space", "ok", text)
 
 
 def checkpoint_bytes(run: RunFile) -> int | None:

@@ -14,7 +14,7 @@ import psutil
 
 from dflash_agent.config import AgentConfig
 from dflash_agent.gpus import Reading
-from dflash_agent.words import age
+from dflash_agent.words import age, printable
 
 PROC = Path("/proc")
 _NODE = re.compile(r"/dev/(?:nvidia(?:\d+|ctl|-uvm|-uvm-tools|-modeset)|nvidia-caps/[\w-]+)(?= \(deleted\)|$)")
@@ -160,7 +160,7 @@ def _mapped(path: str) -> Iterator[str]:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         last = b""
-        while chunk := os.read(descriptor, 1 << 20):
+        while chunk := os.read(descriptor, 1 << 13):  # the kernel gives a page at a time
             chunk = last + chunk
             if b"/dev/nvidia" in chunk:
                 for name in set(_NODE_IN_MAPS.findall(chunk)):
@@ -195,18 +195,18 @@ def describe(pid: int, uses: tuple[Use, ...], nodes: tuple[str, ...], config: Ag
     unit, place = _cgroup(pid)
     housekeeper = is_housekeeper(_executable(pid), name, unit, uses, config)
     words[:1] = [word.rpartition("/")[2] for word in words[:1]]
-    command = " ".join(" ".join(words).split()) or name  # a program given with -c has lines
+    command = printable(" ".join(words)) or printable(name)  # a program given with -c has lines
     return Holder(
         pid=pid,
         uses=uses,
-        user=user,
+        user=printable(user),
         uid=uid,
         command=command if len(command) <= 60 else command[:59] + "…",
         state=state,
         started=started,
         ticks=ticks,
         unit=unit,
-        place=place,
+        place=printable(place),
         inner_pid=_inner_pid(pid),
         parent=parent,
         housekeeper=housekeeper,
@@ -224,9 +224,14 @@ def is_housekeeper(executable: str, name: str, unit: str, uses: tuple[Use, ...],
     return named(config.housekeepers) or (named(config.display_servers) and not computes)
 
 
+def _text(path: Path) -> str:
+    """A file of /proc. A process may give itself a name that is no UTF-8. Raises OSError."""
+    return path.read_text(errors="replace")
+
+
 def start_ticks(pid: int) -> int:
     """When a process began, in clock ticks since boot (field 22 of proc_pid_stat(5)). Raises OSError."""
-    text = (PROC / str(pid) / "stat").read_text()
+    text = _text(PROC / str(pid) / "stat")
     return int(text.rpartition(")")[2].split()[19])
 
 
@@ -235,7 +240,7 @@ def _living_thread(pid: int) -> str:
     words = {"R": "running", "S": "sleeping", "D": IN_KERNEL, "T": "stopped", "t": "tracing-stop", "I": "idle"}
     try:
         tasks = [task for task in (PROC / str(pid) / "task").iterdir() if task.name != str(pid)]
-        states = [(task / "stat").read_text().rpartition(")")[2].split()[0] for task in tasks]
+        states = [_text(task / "stat").rpartition(")")[2].split()[0] for task in tasks]
     except OSError:
         return ""
     return next((words[state] for state in states if state in words), "")
@@ -250,7 +255,7 @@ def _executable(pid: int) -> str:
 
 def _inner_pid(pid: int) -> int:
     try:
-        lines = (PROC / str(pid) / "status").read_text().splitlines()
+        lines = _text(PROC / str(pid) / "status").splitlines()
     except OSError:
         return 0
     ids = next((line.split()[1:] for line in lines if line.startswith("NSpid:")), [])
@@ -260,7 +265,7 @@ def _inner_pid(pid: int) -> int:
 def _cgroup(pid: int) -> tuple[str, str]:
     """Unit of the system's manager, and unit or container for people."""
     try:
-        lines = (PROC / str(pid) / "cgroup").read_text().splitlines()
+        lines = _text(PROC / str(pid) / "cgroup").splitlines()
     except OSError:
         return "", ""
     paths = {line.split(":", 2)[1]: line.split(":", 2)[2] for line in lines}

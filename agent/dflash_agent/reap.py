@@ -104,7 +104,7 @@ def _why(holder: Holder) -> str:
     """Why a process outlives SIGKILL."""
     task = Path(f"/proc/{holder.pid}")
     try:
-        state = (task / "stat").read_text().rpartition(")")[2].split()[0]
+        state = (task / "stat").read_text(errors="replace").rpartition(")")[2].split()[0]
         where = (task / "wchan").read_text().strip("0\n")
     except OSError:
         state, where = "?", ""

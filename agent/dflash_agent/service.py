@@ -9,7 +9,6 @@ import contextlib
 import ctypes
 import json
 import logging
-import os
 import signal as signals
 import subprocess
 import sys
@@ -19,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import gi
 from gi.repository import Gio, GLib
@@ -33,12 +32,14 @@ from dflash_agent.devices import DeviceNodes, Pace
 from dflash_agent.findings import Finding
 from dflash_agent.gpus import Gpu, Reading
 from dflash_agent.inotify import CLOSE_WRITE, CREATE, DELETE, MOVED_FROM, MOVED_TO, Inotify
+from dflash_agent.mainloop import Fresh, Later, in_thread
 from dflash_agent.manager import MANAGER, call, unit_of
 from dflash_agent.metrics import Scrape, run_of
 from dflash_agent.report import node_findings
 from dflash_agent.runfile import ConfigError
 from dflash_agent.status import RunStatus
 from dflash_agent.verdict import Snapshot
+from dflash_agent.watcher import Watcher
 from dflash_agent.xids import Xid, short_bus_id
 
 BUS_NAME, PATH, INTERFACE = "org.dflash.Agent1", "/org/dflash/Agent1", "org.dflash.Agent1"
@@ -55,7 +56,6 @@ POLKIT = (
 SOON, LATER = 0.2, 30.0  # seconds until runs are looked at: after a change of state, after a new step
 SCRAPE_AGE = 5.0  # seconds that the figures of one scrape may serve the next
 LOOK_EVERY = 900  # seconds between two looks at the GPUs when nothing tells of a change, as of some containers
-FIRST_PAUSE, LONGEST_PAUSE = 2, 60  # seconds before the GPUs' watcher is started again
 CALLS = 16  # that may be worked on at a time
 VERIFY_DEADLINE = 1500  # seconds; dflashctl verify ends its own checks before
 DENIED, INVALID, LIMITED, FAILED = (
@@ -84,7 +84,6 @@ XML = f"""
 """
 SLOW = frozenset({"Check", "Verify", "Start", "Stop"})
 NUMBERS = frozenset({"gpus"})  # fields that are lists of numbers; other lists are of strings
-T = TypeVar("T")
 
 
 class CallRefused(Exception):
@@ -95,59 +94,6 @@ def refused(name: str, text: str) -> CallRefused:
     """The refusal with an error name of D-Bus's."""
     made: CallRefused = type(name, (CallRefused,), {})(text)
     return made
-
-
-class Fresh(Generic[T]):
-    """Something that takes time to make: one thread makes it, and those who ask meanwhile get the same."""
-
-    def __init__(self, make: Callable[[], T], made: Callable[[T], None]) -> None:
-        self._make, self._made = make, made
-        self._lock = threading.Lock()
-        self._value: tuple[float, T] | None = None
-        self.busy = False
-
-    def get(self, age: float = 0.0) -> T:
-        """One whose making began at most so many seconds before this call."""
-        asked = time.monotonic()
-        with self._lock:
-            if self._value is None or self._value[0] < asked - age:
-                began = time.monotonic()
-                self.busy = True  # until it has been adopted
-                try:
-                    self._value = (began, self._make())
-                    GLib.idle_add(self._adopt, self._value[1])
-                except BaseException:
-                    self.busy = False
-                    raise
-            return self._value[1]
-
-    def _adopt(self, value: T) -> None:
-        self._made(value)
-        self.busy = False
-
-
-class Later:
-    """Something that is done in a thread, once for all who ask while it is not yet due."""
-
-    def __init__(self, do: Callable[[], Any]) -> None:
-        self._do = do
-        self._due = float("inf")
-        self._timer = 0
-
-    def within(self, seconds: float) -> None:
-        """Has it done after so many seconds at most."""
-        due = time.monotonic() + seconds
-        if due >= self._due:
-            return
-        if self._timer:
-            GLib.source_remove(self._timer)
-        self._due = due
-        self._timer = GLib.timeout_add(int(seconds * 1000), self._now)
-
-    def _now(self) -> bool:
-        self._due, self._timer = float("inf"), 0
-        in_thread(self._do)
-        return False
 
 
 class Registered(ObjectWrapper):  # type: ignore[misc]
@@ -358,92 +304,6 @@ class Agent:
         return Scrape(snapshot, self.runs.get(SCRAPE_AGE), dict(self._xids))
 
 
-class Watcher:
-    """A child process that watches the GPUs, for as long as it is wanted."""
-
-    def __init__(self, told: Callable[[Mapping[str, Any]], None]) -> None:
-        self._told = told
-        self._child: subprocess.Popen[bytes] | None = None
-        self._over: tuple[str, ...] | None = None
-        self._replaced = False
-        self._timer = 0
-        self._pause = FIRST_PAUSE
-        self._ended = ""  # why the one before did
-        self._reason = ""  # what this one said of why it ends
-        self._rest = b""
-
-    def keep(self, over: tuple[str, ...] | None) -> None:
-        """Has one watch over what is told, a driver and its GPUs, or none."""
-        if over == self._over:
-            return
-        self._over = over
-        self._pause, self._ended = FIRST_PAUSE, ""
-        if self._timer:
-            GLib.source_remove(self._timer)
-            self._timer = 0
-        if self._child is not None:
-            self._replaced = True
-            os.kill(self._child.pid, signals.SIGTERM)  # GLib reaps it, just before _gone()
-        elif over is not None:
-            self._start()
-
-    def _start(self) -> bool:
-        """False, so that GLib does not repeat it."""
-        self._timer = 0
-        path = os.pathsep.join([str(Path(__file__).parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-        self._child = subprocess.Popen(
-            [sys.executable, "-m", "dflash_agent.gpuwatch", str(verdict.TOLERANCE)],
-            stdin=subprocess.PIPE,  # which tells it when this process is gone
-            stdout=subprocess.PIPE,
-            env=os.environ | {"PYTHONPATH": path},
-            bufsize=0,
-        )
-        self._began = time.monotonic()
-        assert self._child.stdout is not None
-        conditions = GLib.IOCondition.IN | GLib.IOCondition.HUP | GLib.IOCondition.ERR
-        GLib.io_add_watch(self._child.stdout.fileno(), GLib.PRIORITY_DEFAULT, conditions, self._readable)
-        return False
-
-    def _readable(self, descriptor: int, _condition: Any) -> bool:
-        data = os.read(descriptor, 1 << 16)
-        if not data and self._child is not None:
-            GLib.child_watch_add(GLib.PRIORITY_DEFAULT, self._child.pid, self._gone)
-            return False
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        for line in lines:
-            what = json.loads(line) if line.startswith(b"{") else {}  # the driver's library may print, too
-            self._reason = what.get("ended", "")
-            if what and not self._reason:
-                self._ended = ""
-                self._told(what)
-        return True
-
-    def _gone(self, _pid: int, wait_status: int) -> None:
-        assert self._child is not None
-        for pipe in (self._child.stdin, self._child.stdout):
-            if pipe is not None:
-                pipe.close()
-        code = os.waitstatus_to_exitcode(wait_status)
-        self._child.returncode = code  # GLib has reaped it
-        self._child = None
-        by_alarm = "NVML did not answer in time" if code == -signals.SIGALRM else f"exit code {code}"
-        why, self._reason, self._rest = self._reason or by_alarm, "", b""
-        replaced, self._replaced = self._replaced, False
-        if self._over is None:
-            return
-        if replaced:
-            self._start()
-            return
-        if time.monotonic() - self._began > LONGEST_PAUSE:
-            self._pause = FIRST_PAUSE
-        if why != self._ended:
-            print(f"<4>the GPUs are not watched: {why}; trying again", flush=True)
-            self._told({"changed": True})
-        self._ended = why
-        self._timer = GLib.timeout_add_seconds(self._pause, self._start)
-        self._pause = min(2 * self._pause, LONGEST_PAUSE)
-
-
 def all_runs() -> tuple[RunStatus, ...]:
     """The status of every run that has a run file."""
     return tuple(status.run_status(name, runfile.path_of(name)) for name in status.all_runs())
@@ -499,11 +359,6 @@ def reason(error: Any) -> str:
     """The text of a GLib.Error without D-Bus's name for it, on one line."""
     text = " ".join(str(error.message).split())
     return text.removeprefix(f"GDBus.Error:{Gio.DBusError.get_remote_error(error)}: ")
-
-
-def in_thread(function: Callable[..., Any], *arguments: Any) -> None:
-    """Runs it beside the main loop; it does not keep the process alive."""
-    threading.Thread(target=function, args=arguments, daemon=True).start()
 
 
 def verification(run: str) -> Iterator[Finding]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_agent.manager import UnitState
-from dflash_agent.words import span
+from dflash_agent.words import printable, span
 
 Entry = Mapping[str, Any]  # of `journalctl -o json`
 
@@ -283,7 +283,7 @@ def _message(entry: Entry) -> str:
     value = entry.get("MESSAGE") or ""
     if isinstance(value, list):
         value = bytes(value).decode(errors="backslashreplace") if all(type(b) is int for b in value) else value[-1]
-    return "".join(c if c.isprintable() else "?" for c in " ".join(str(value).split()))
+    return printable(str(value))
 
 
 def _first(told: Iterable[Entry], **fields: str) -> Entry | None:

@@ -3,6 +3,15 @@
 import time
 
 
+def printable(text: str) -> str:
+    """Text that others have chosen, as a process its name: on one line, and nothing in it that a terminal obeys.
+
+    >>> printable("red\\x1b[31m\\nbytes\\udcff")
+    'red?[31m bytes?'
+    """
+    return "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))
+
+
 def size(count: float) -> str:
     """Bytes.
 

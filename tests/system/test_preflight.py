@@ -129,6 +129,14 @@ def test_a_busy_gpu_fails_the_start_with_the_holder_in_systemctl_status(card: Ma
     start(card, unit)
 
 
+def test_a_holder_whose_size_the_driver_does_not_tell_is_in_the_way_too(card: Machine) -> None:
+    unit = make_run(card, "sizeless", on_dirty="fail")
+    with holding(card, CARD) as pid:
+        report(card, h200(0, 8 * GIB, compute=f"{pid}:none"))
+        assert not try_start(card, unit)
+        assert f"memory of unknown size held by pid {pid} (root" in status(card, unit)
+
+
 def test_wait_waits_says_so_and_starts_when_the_gpu_is_clean(card: Machine) -> None:
     unit = make_run(card, "waits", preflight_wait="2min")
     with holding(card, CARD) as pid:
@@ -478,6 +486,9 @@ def test_check_and_verify_tell_the_same_and_exit_by_it(card: Machine) -> None:
             assert done.returncode == 1
             assert f"pid {pid}" in done.stdout
             assert "\x1b" not in done.stdout
+        on_a_terminal = ("script", "--quiet", "--command", "dflashctl check", "/dev/null")
+        assert "\x1b[31mrefuse" in card.run(*on_a_terminal).stdout
+        assert "\x1b" not in card.run("env", "NO_COLOR=1", *on_a_terminal).stdout
 
 
 def test_eight_gpus_are_shown_a_line_each_with_their_holders(card: Machine) -> None:

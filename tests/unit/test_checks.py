@@ -33,6 +33,19 @@ def run_on(target: Path, data: Path, output: Path) -> RunFile:
     return from_flags("r", {"target.model": str(target), "data.dir": str(data), "output.dir": str(output)})
 
 
+def test_shared_memory_that_is_nearly_full_is_warned_of_and_none_at_all_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checks, "SHARED_MEMORY", tmp_path / "none")
+    assert list(checks.check_shm()) == []
+    monkeypatch.setattr(checks, "SHARED_MEMORY", tmp_path)
+    assert codes(checks.check_shm()) == [("shm-space", "ok")]
+    monkeypatch.setattr(checks, "SHARED_BYTES", 1 << 60)
+    (finding,) = checks.check_shm()
+    assert (finding.code, finding.severity) == ("shm-space", "warn")
+    assert str(tmp_path) in finding.text
+
+
 def test_a_whole_target_is_fine_and_its_size_is_told(target_dir: Path) -> None:
     findings = list(check_target(target_dir))
     assert ("target", "ok") in codes(findings)

@@ -15,7 +15,7 @@ MODULES = [
     module.name
     for package in (dflash_agent, dflash_trainer)
     for module in pkgutil.iter_modules(package.__path__, package.__name__ + ".")
-    if not module.name.endswith(("__main__", ".service"))  # the service needs the bus's libraries
+    if not module.name.endswith(("__main__", ".mainloop", ".service", ".watcher"))  # those need the bus's libraries
 ]
 
 

@@ -190,3 +190,30 @@ def test_a_command_with_lines_is_told_in_one() -> None:
 def test_this_process_is_no_holder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(holders, "open_nodes", lambda: ({os.getpid(): {"/dev/nvidia0"}}, 0))
     assert find_holders(Reading((Gpu(0, "GPU-a", minor=0),)), AgentConfig()) == ((), 0)
+
+
+# The name that `ps` shows, and an argument: bytes that are no UTF-8, and words that a terminal obeys.
+DISGUISED = r"""
+import ctypes, sys
+ctypes.CDLL(None).prctl(15, b"\xff\xfe\x1b[2J", 0, 0, 0)
+print(flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_process_with_a_name_that_is_no_text_is_told_as_text_that_does_nothing_to_a_terminal(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "x.py").write_text(DISGUISED)
+    program = [sys.executable, "x.py", b"\xff\x1b[31mred"]
+    child = subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=tmp_path)
+    assert child.stdout is not None
+    try:
+        child.stdout.readline()
+        holder = holders.describe(child.pid, (), (), AgentConfig())
+    finally:
+        child.kill()
+        child.communicate()
+    assert holder.ticks > 0
+    assert holder.command.endswith(" x.py ??[31mred")
+    assert holder.line().isprintable()

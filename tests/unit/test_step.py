@@ -12,11 +12,11 @@ from conftest import MASK_TOKEN
 from dflash_agent.runfile import RunFile, from_flags
 from dflash_trainer import step as step_module
 from dflash_trainer.drafter import DrafterConfig
-from dflash_trainer.errors import CannotStart
+from dflash_trainer.errors import CannotStart, is_of_the_gpu, is_out_of_memory
 from dflash_trainer.inputs import drafter_config
 from dflash_trainer.loader import Cutter
 from dflash_trainer.loss import position_weights
-from dflash_trainer.memory import PieceLimit, is_of_the_gpu, is_out_of_memory
+from dflash_trainer.memory import PieceLimit
 from dflash_trainer.pipeline import Tapped, tap_in_pieces
 from dflash_trainer.plan import make_plan
 from dflash_trainer.step import NOT_FINITE_LIMIT, Trainer
@@ -24,6 +24,7 @@ from dflash_trainer.store import load_store
 from dflash_trainer.target import Target, load_target, read_config
 
 CPU = torch.device("cpu")
+NOWHERE = Path("/nowhere")
 OUT_OF_MEMORY = "CUDA out of memory. Tried to allocate 2.00 GiB."
 
 
@@ -78,13 +79,13 @@ def small_gpu(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_a_batch_that_does_not_fit_is_done_in_pieces_with_the_same_result(
     run: RunFile, config: DrafterConfig, target: Target, cutter: Cutter
 ) -> None:
-    plain = trainer(run, config, target, PieceLimit())
-    batch = tapped(cutter, target, PieceLimit())
+    plain = trainer(run, config, target, PieceLimit(NOWHERE))
+    batch = tapped(cutter, target, PieceLimit(NOWHERE))
     rows = len(batch.context)
     assert rows > 4
     wanted = plain.step(1, batch)
     gradients = [p.grad.clone() for p in plain.drafter.parameters() if p.grad is not None]
-    limit = PieceLimit()
+    limit = PieceLimit(NOWHERE)
     limit.tokens = 2 * batch.context.shape[1]
     split = trainer(run, config, target, limit)
     found = split.step(1, batch)
@@ -100,13 +101,13 @@ def test_running_out_of_memory_is_counted_and_later_batches_are_in_pieces_from_t
 ) -> None:
     limit = PieceLimit(tmp_path)
     mine = trainer(run, config, target, limit)
-    mine.step(1, tapped(cutter, target, PieceLimit()))
+    mine.step(1, tapped(cutter, target, PieceLimit(NOWHERE)))
     assert limit.splits >= 1
     assert small_gpu[0] > 2
     del small_gpu[:]
     before = limit.splits
     for step in (1, 2, 3):
-        mine.step(step + 1, tapped(cutter, target, PieceLimit(), step))
+        mine.step(step + 1, tapped(cutter, target, PieceLimit(NOWHERE), step))
     assert limit.splits <= before + 1  # shorter sequences let more rows into a piece
     assert json.loads((tmp_path / "pieces.json").read_text()) == {"tokens": limit.tokens}
     assert PieceLimit(tmp_path).tokens == limit.tokens  # the next attempt begins with it
@@ -120,7 +121,7 @@ def test_a_sequence_that_does_not_fit_alone_is_out_of_memory(
 
     monkeypatch.setattr(step_module, "block_loss", never)
     with pytest.raises(torch.OutOfMemoryError):
-        trainer(run, config, target, PieceLimit()).step(1, tapped(cutter, target, PieceLimit()))
+        trainer(run, config, target, PieceLimit(NOWHERE)).step(1, tapped(cutter, target, PieceLimit(NOWHERE)))
 
 
 def test_the_target_too_works_in_pieces(target: Target, cutter: Cutter, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,7 +135,7 @@ def test_the_target_too_works_in_pieces(target: Target, cutter: Cutter, monkeypa
         return real(self, ids)
 
     monkeypatch.setattr(type(target), "states", states)
-    limit = PieceLimit()
+    limit = PieceLimit(NOWHERE)
     torch.testing.assert_close(tap_in_pieces(target, batch, limit), whole)
     assert limit.splits >= 1
 
@@ -142,9 +143,9 @@ def test_the_target_too_works_in_pieces(target: Target, cutter: Cutter, monkeypa
 def test_steps_that_are_not_finite_change_nothing_and_a_run_of_them_names_the_rows(
     run: RunFile, config: DrafterConfig, target: Target, cutter: Cutter
 ) -> None:
-    mine = trainer(run, config, target, PieceLimit())
+    mine = trainer(run, config, target, PieceLimit(NOWHERE))
     before = {name: value.clone() for name, value in mine.drafter.state_dict().items()}
-    batch = tapped(cutter, target, PieceLimit())
+    batch = tapped(cutter, target, PieceLimit(NOWHERE))
     bad = replace(batch, context=batch.context * float("nan"))
     for step in range(1, NOT_FINITE_LIMIT):
         mine.step(step, bad)
@@ -158,8 +159,8 @@ def test_steps_that_are_not_finite_change_nothing_and_a_run_of_them_names_the_ro
 def test_one_good_step_begins_the_count_anew(
     run: RunFile, config: DrafterConfig, target: Target, cutter: Cutter
 ) -> None:
-    mine = trainer(run, config, target, PieceLimit())
-    batch = tapped(cutter, target, PieceLimit())
+    mine = trainer(run, config, target, PieceLimit(NOWHERE))
+    batch = tapped(cutter, target, PieceLimit(NOWHERE))
     bad = replace(batch, context=batch.context * float("inf"))
     for step in range(3 * NOT_FINITE_LIMIT):
         mine.step(step + 1, batch if step % 5 == 4 else bad)

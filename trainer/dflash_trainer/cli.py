@@ -17,9 +17,15 @@ from pathlib import Path
 from dflash_agent import runfile
 
 from dflash_trainer import __version__, notify
-from dflash_trainer.errors import EXIT_CANNOT_START, EXIT_TRY_AGAIN, CannotStart, TryAgain
+from dflash_trainer.errors import (
+    EXIT_CANNOT_START,
+    EXIT_TRY_AGAIN,
+    CannotStart,
+    TryAgain,
+    is_of_the_gpu,
+    is_out_of_memory,
+)
 from dflash_trainer.journal import configure, log
-from dflash_trainer.memory import is_of_the_gpu, is_out_of_memory
 
 SUBCOMMANDS = ("train", "prepare", "eval", "check", "import-gguf")
 

@@ -5,7 +5,6 @@ How large a piece may be is remembered in the output directory, so that the next
 
 import contextlib
 import json
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -13,10 +12,9 @@ from typing import TypeVar
 
 from dflash_agent import outputs
 
+from dflash_trainer.errors import is_out_of_memory
 from dflash_trainer.journal import WARNING, log
 
-_SIGNS = ("CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", "CUDA error: out of memory")
-_FAILURES = ("CUDA error", "CUDA driver error", "cuDNN error", "CUBLAS_STATUS_", "NVML_ERROR", "NCCL error")
 T = TypeVar("T")
 
 
@@ -26,19 +24,18 @@ class PieceLimit:
     Target and drafter share it, each in its own thread. `splits` counts the batches that did not fit.
     """
 
-    def __init__(self, output: Path | None = None) -> None:
+    def __init__(self, output: Path) -> None:
         self.tokens = 0
         self.splits = 0
-        self._file = output / outputs.PIECES_FILE if output else None
+        self._file = output / outputs.PIECES_FILE
         self._lock = threading.Lock()
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            if self._file:
-                self.tokens = int(json.loads(self._file.read_text())["tokens"])
-                log(
-                    f"batches are worked off in pieces of at most {self.tokens} tokens: an earlier attempt ran out "
-                    f"of GPU memory; to try whole ones again, remove {self._file}",
-                    event="pieces",
-                )
+            self.tokens = int(json.loads(self._file.read_text())["tokens"])
+            log(
+                f"batches are worked off in pieces of at most {self.tokens} tokens: an earlier attempt ran out "
+                f"of GPU memory; to try whole ones again, remove {self._file}",
+                event="pieces",
+            )
 
     def in_pieces(
         self, rows: int, length: int, work: Callable[[int, int], T], again: Callable[[], None], step: int
@@ -72,22 +69,8 @@ class PieceLimit:
                 step=step,
                 tokens=self.tokens,
             )
-            if self._file:
-                with contextlib.suppress(OSError):  # the next attempt finds out by itself
-                    self._file.write_text(json.dumps({"tokens": self.tokens}) + "\n")
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that a GPU's memory does not suffice; does not import torch."""
-    torch = sys.modules.get("torch")
-    if torch is None:
-        return False
-    return isinstance(error, torch.OutOfMemoryError) or any(sign in str(error) for sign in _SIGNS)
-
-
-def is_of_the_gpu(error: BaseException) -> bool:
-    """Whether CUDA or a library on it says that the GPU or the driver failed."""
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _FAILURES)
+            with contextlib.suppress(OSError):  # the next attempt finds out by itself
+                self._file.write_text(json.dumps({"tokens": self.tokens}) + "\n")
 
 
 def _give_back_cache() -> None:
