@@ -41,12 +41,20 @@ REPOSITORY = "/srv/dflash-packages"
 BOOTED_WITH_SYSTEMD = Path("/run/systemd/system").is_dir()  # sd_booted(3)
 MEMORY = 10 << 30  # bytes that must be free for a container to lie in memory; it takes half of it
 
-# The file system is mounted where only this process and the container see it, so that it ends with them.
+CGROUPS = tuple(Path("/sys/fs/cgroup", kind) for kind in ("", "systemd", "unified"))  # where a manager has its own
+
+# The file system is mounted where only this process and the container see it, so that it ends with them. Where no
+# manager makes a scope for it, the container gets a cgroup ($4) here: two in one would remove each other's groups.
 START = """set -e
 [ -z "$3" ] || mount -t tmpfs -o mode=755,size="$3" node "$1"
 tar -C "$1" --numeric-owner -xf "$2"
+for top in $5; do
+	[ -n "$4" ] && [ -w "$top/cgroup.procs" ] || continue
+	mkdir "$top/$4"
+	echo $$ > "$top/$4/cgroup.procs"
+done
 root=$1
-shift 3
+shift 5
 exec systemd-nspawn --quiet -D "$root" "$@"
 """
 
@@ -124,11 +132,12 @@ def booted(repository: Path, binds: Mapping[Path, Path]) -> Iterator[Machine]:
         root, console = Path(scratch) / "root", Path(scratch) / "console.log"
         root.mkdir()
         size = str(MEMORY) if free_memory() > MEMORY else ""
+        cgroup = "" if BOOTED_WITH_SYSTEMD else f"dflash-{Path(scratch).name}"
         with console.open("w") as output:
             process = subprocess.Popen(
                 [
                     *("setpriv", "--pdeathsig", "TERM", "unshare", "--mount"),
-                    *("sh", "-c", START, "start", str(root), str(tree), size),
+                    *("sh", "-c", START, "start", str(root), str(tree), size, cgroup, " ".join(map(str, CGROUPS))),
                     *("--boot", "--register=no", "--private-network", "--hostname=node"),
                     *(() if BOOTED_WITH_SYSTEMD else ("--keep-unit",)),  # no manager to make a scope for it
                     *("--console=pipe", "--resolv-conf=off", f"--bind-ro={repository}:{REPOSITORY}"),
@@ -148,6 +157,7 @@ def booted(repository: Path, binds: Mapping[Path, Path]) -> Iterator[Machine]:
             yield machine
         finally:
             _stop(process)
+            _remove_cgroups(cgroup)
 
 
 def free_memory() -> int:
@@ -184,6 +194,14 @@ def _wait_until_running(machine: Machine) -> None:
     if state != "running":
         failed = machine.run("systemctl", "--failed", "--plain", "--no-legend", check=False).stdout
         raise BuildFailed(f"the container is {state or 'not up'} after booting: {' '.join(failed.split())}")
+
+
+def _remove_cgroups(name: str) -> None:
+    """Removes what the container had: directories without processes."""
+    for top in CGROUPS if name else ():
+        for folder, _, _ in os.walk(top / name, topdown=False):
+            with contextlib.suppress(OSError):
+                Path(folder).rmdir()
 
 
 def _stop(process: "subprocess.Popen[bytes]") -> None:
