@@ -171,7 +171,7 @@ def booted(base: Image, disks: Disks, folder: Path, runs_rate: int = 0) -> Itera
 
 
 def after_the_cut(disks: Disks, folder: Path, directory: str) -> list[str]:
-    """The names in a directory of the runs' disk as the next boot finds them: its journal is replayed, on a copy."""
+    """The names in a directory of the runs' disk as the next boot finds them: a copy, its journal replayed."""
     copy = folder / "copy.img"
     run(["cp", "--sparse=always", str(disks.runs), str(copy)])
     replayed = subprocess.run(["e2fsck", "-E", "journal_only", "-p", str(copy)], capture_output=True, check=False)
