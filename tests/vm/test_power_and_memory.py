@@ -1,6 +1,8 @@
 """What only a kernel of one's own can show: memory that runs out, and power that fails."""
 
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ from system.node import journal, make_run, show, start, wait_for
 
 from .machine import RUNS, Disks, Image, Vm, after_the_cut, booted, new_disks
 
+pytestmark = pytest.mark.timeout(1800)
 SECONDS = 600  # for what takes seconds on a processor
 RATE = 100_000  # bytes a second: a tiny checkpoint takes long enough to be cut in two
 GO = "/run/greedy-go"
@@ -30,53 +33,83 @@ ExecStart=/usr/bin/python3 {SCRIPT}
 """
 
 
-@pytest.mark.timeout(1800)
-def test_a_unit_that_the_kernel_kills_for_memory_goes_whole_and_comes_back_with_back_off(
-    node_image: Image, tmp_path: Path
-) -> None:
-    with booted(node_image, new_disks(node_image, tmp_path), tmp_path) as vm:
-        unit = make_run(vm, "greedy")
-        begin_greedy(vm, unit)
-        wait_for(lambda: len(processes(vm, SCRIPT)) == 2, SECONDS, "both processes")
-        first = processes(vm, SCRIPT)
-        vm.run("touch", GO)
-        wait_for(lambda: int(show(vm, unit, "NRestarts")) >= 1, SECONDS, "the restart")
-        assert not first & processes(vm, SCRIPT)
-        wait_for(lambda: "restart 2: waiting 5 s" in journal(vm, unit), SECONDS, "the back-off")
-        vm.run("systemctl", "stop", unit)
-        told = vm.run("journalctl", "--no-pager", "--output=cat", "_PID=1", f"UNIT={unit}").stdout
-        assert "Failed with result 'oom-kill'" in told
-        kernel = vm.run("journalctl", "--no-pager", "--output=cat", "--dmesg").stdout
-        assert "Memory cgroup out of memory: Killed process" in kernel
-        assert "oom-kill" in vm.run("dflashctl", "explain", "greedy", check=False).stdout
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """A machine that lost its power while a run saved, booted again, its run training."""
+
+    vm: Vm
+    unit: str
+    torn: list[str]  # what the cut left unfinished on the disk
+    whole: list[str]  # the checkpoints on the disk after the cut, oldest first
 
 
-@pytest.mark.timeout(1800)
-def test_power_cut_while_saving_leaves_the_checkpoint_before_and_the_boot_goes_on_from_it(
-    node_image: Image, tmp_path: Path
-) -> None:
-    disks = new_disks(node_image, tmp_path)
-    with booted(node_image, disks, tmp_path, RATE) as vm:
+@pytest.fixture(scope="module")
+def resumed(node_image: Image, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Resumed]:
+    """What all tests here look at: under emulation a start takes a minute and a half."""
+    folder = tmp_path_factory.mktemp("machine")
+    disks = new_disks(node_image, folder)
+    with booted(node_image, disks, folder, RATE) as vm:
         unit = make_run(vm, "cut", max_steps=1_000_000, save_interval=20)
         vm.run("systemctl", "enable", unit)
         start(vm, unit)
         wait_for(lambda: checkpoints(vm) != [], SECONDS, "the first checkpoint")
         cut_while_saving(vm)
-    torn, whole = on_the_disk(disks, tmp_path)
-    assert torn
-    assert whole
-    with booted(node_image, disks, tmp_path) as vm:
+    torn, whole = on_the_disk(disks, folder)
+    with booted(node_image, disks, folder) as vm:
         wait_for(lambda: show(vm, unit, "ActiveState") == "active", SECONDS, "the boot to start the run")
-        told = vm.run("journalctl", "--boot", "--unit", unit, "--output=cat", "--no-pager").stdout
-        newest = f"{RUNS}/cut/checkpoints/{whole[-1]}"
-        assert f"resuming from {newest}" in told
-        assert int(show(vm, unit, "NRestarts")) == 0
-        vm.run("systemctl", "stop", unit)
-        assert show(vm, unit, "Result") == "success"
-        names = vm.run("ls", "-A", f"{RUNS}/cut/checkpoints").stdout.split()
-        assert [name for name in names if name.startswith(".")] == []
-        assert max(names) > whole[-1]
+        yield Resumed(vm, unit, torn, whole)
         vm.stop()
+
+
+def test_power_cut_while_saving_leaves_the_checkpoint_before_and_the_boot_goes_on_from_it(resumed: Resumed) -> None:
+    vm, unit = resumed.vm, resumed.unit
+    assert resumed.torn
+    assert resumed.whole
+    told = vm.run("journalctl", "--boot", "--unit", unit, "--output=cat", "--no-pager").stdout
+    assert f"resuming from {RUNS}/cut/checkpoints/{resumed.whole[-1]}\n" in told
+    assert show(vm, unit, "NRestarts") == "0"
+    since_boot = "$(awk '/^btime/ { print $2 }' /proc/stat)"
+    older = f"find {RUNS}/cut/checkpoints -maxdepth 1 -name '.step-*' ! -newermt @{since_boot}"
+    assert vm.run("sh", "-c", older).stdout == ""
+    wait_for(lambda: checkpoints(vm)[-1] > resumed.whole[-1], SECONDS, "a newer checkpoint")
+
+
+def test_a_training_that_the_kernel_kills_for_memory_is_named_so_and_restarted(resumed: Resumed) -> None:
+    vm, unit = resumed.vm, resumed.unit
+    main = show(vm, unit, "MainPID")
+    vm.run("systemctl", "set-property", "--runtime", unit, "MemoryMax=64M", "MemorySwapMax=0")
+    wait_for(lambda: show(vm, unit, "NRestarts") == "1", SECONDS, "the restart")
+    vm.run("systemctl", "stop", unit)
+    assert vm.run("test", "-e", f"/proc/{main}", check=False).returncode == 1
+    assert "Failed with result 'oom-kill'" in of_systemd(vm, unit)
+    assert f"Killed process {main} (" in of_the_kernel(vm)
+
+
+def test_a_second_process_goes_with_the_one_killed_for_memory_and_restarts_back_off(resumed: Resumed) -> None:
+    vm = resumed.vm
+    unit = make_run(vm, "greedy")
+    begin_greedy(vm, unit)
+    wait_for(lambda: len(processes(vm, SCRIPT)) == 2, SECONDS, "both processes")
+    first, main = processes(vm, SCRIPT), show(vm, unit, "MainPID")
+    vm.run("touch", GO)
+    wait_for(lambda: int(show(vm, unit, "NRestarts")) >= 1, SECONDS, "the restart")
+    assert not first & processes(vm, SCRIPT)
+    (grown,) = first - {main}
+    assert f"Memory cgroup out of memory: Killed process {grown} (" in of_the_kernel(vm)
+    wait_for(lambda: "restart 2: waiting 5 s" in journal(vm, unit), SECONDS, "the back-off")
+    vm.run("systemctl", "stop", unit)
+    assert "Failed with result 'oom-kill'" in of_systemd(vm, unit)
+    assert "oom-kill" in vm.run("dflashctl", "explain", "greedy", check=False).stdout
+
+
+def of_systemd(vm: Vm, unit: str) -> str:
+    """What the service manager says of a unit in this boot."""
+    return vm.run("journalctl", "--boot", "--no-pager", "--output=cat", "_PID=1", f"UNIT={unit}").stdout
+
+
+def of_the_kernel(vm: Vm) -> str:
+    """The kernel's messages of this boot."""
+    return vm.run("journalctl", "--boot", "--no-pager", "--output=cat", "--dmesg").stdout
 
 
 def begin_greedy(vm: Vm, unit: str) -> None:
