@@ -344,11 +344,11 @@ def test_a_saver_saves_while_the_caller_goes_on_and_one_at_a_time(tmp_path: Path
         order.append("second")
         writer(2)(directory)
 
-    saver.submit(1, slow)
+    saver.submit(1, lambda: slow)
     order.append("the caller goes on")
     assert saver.take_error() is None
     threading.Timer(0.01, go.set).start()
-    saver.submit(2, second)
+    saver.submit(2, lambda: second)
     saver.finish()
     assert sorted(order[:2]) == ["first begins", "the caller goes on"]
     assert order[2:] == ["first ends", "second"]
@@ -361,8 +361,8 @@ def test_a_saver_saves_while_the_caller_goes_on_and_one_at_a_time(tmp_path: Path
 def test_a_saver_hands_each_error_on_once_and_can_go_on(tmp_path: Path) -> None:
     with small_disk(tmp_path / "small", 2_000_000) as output:
         saver = Saver(output, 3, 0, lambda: None)
-        saver.submit(1, fill_the_disk)
-        saver.submit(2, writer(2))
+        saver.submit(1, lambda: fill_the_disk)
+        saver.submit(2, lambda: writer(2))
         saver.finish()
         error = saver.take_error()
         assert error is not None
@@ -376,7 +376,7 @@ def test_a_saver_raises_what_is_no_error_of_the_system(tmp_path: Path) -> None:
         raise KeyError("a fault")
 
     saver = Saver(tmp_path, 3, 0, lambda: None)
-    saver.submit(1, faulty)
+    saver.submit(1, lambda: faulty)
     saver.finish()
     with pytest.raises(KeyError, match="a fault"):
         saver.take_error()
@@ -395,7 +395,7 @@ def test_while_the_loop_waits_for_a_save_it_gives_signs_of_life_only_as_long_as_
         assert go.wait(DEADLINE)
 
     saver = Saver(tmp_path, 3, 0, lambda: signs.append(time.monotonic()))
-    saver.submit(1, hangs)
+    saver.submit(1, lambda: hangs)
     threading.Timer(6, go.set).start()
     saver.finish()
     assert 1 <= len(signs) <= 3  # not one a second
@@ -411,13 +411,13 @@ def test_a_save_that_failed_is_tried_again_ever_later_and_not_at_every_interval(
     assert not saver.due(regular=False)
     pauses = []
     for step in range(1, 7):
-        saver.submit(step, no_space)
+        saver.submit(step, lambda: no_space)
         saver.finish()
         assert not saver.due(regular=True)
         pauses.append(round(saver.next_try, -1))
     assert pauses == [60, 120, 240, 480, 960, 960]
     assert saver.failing_for > 0
-    saver.submit(7, writer(7))
+    saver.submit(7, lambda: writer(7))
     saver.finish()
     assert saver.failing_for == 0
     assert saver.due(regular=True)

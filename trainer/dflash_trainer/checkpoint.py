@@ -108,7 +108,7 @@ class Saver:
 
     def __init__(self, output: Path, keep_last: int, keep_every: int, waiting: Callable[[], None]) -> None:
         """`waiting` is called every second or so while the loop waits for a save that makes progress."""
-        self.waited = 0.0  # seconds that the loop has waited for saves
+        self.waited = 0.0  # seconds that the loop has stood still for saves, copies included
         self._output = output
         self._keep = (keep_last, keep_every)
         self._waiting = waiting
@@ -122,9 +122,12 @@ class Saver:
         """Whether to save now: at the `regular` times, or, as long as saves fail, when the next try is due."""
         return regular if self._failing_since is None else time.monotonic() >= self._next_try
 
-    def submit(self, step: int, write: Callable[[Path], None]) -> None:
-        """Begins to save; waits first for the save before."""
+    def submit(self, step: int, snapshot: Callable[[], Callable[[Path], None]]) -> None:
+        """Begins to save what snapshot() copies now and returns the writer of; waits first for the save before."""
         self.finish()
+        began = time.monotonic()
+        write = snapshot()
+        self.waited += time.monotonic() - began
         self._thread = threading.Thread(target=self._save, args=(step, write), name="saver")
         self._thread.start()
 

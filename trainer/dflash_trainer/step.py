@@ -126,6 +126,8 @@ class Trainer:
         """Copies the state now and returns what writes it, so that training can go on meanwhile."""
         drafter = {name: _copy(tensor) for name, tensor in self.drafter.state_dict().items()}
         state = {"step": step, "drafter": drafter, "optimizer": _copy(self.optimizer.state_dict())}
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
         config = self.drafter.config
         dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
 
@@ -172,9 +174,15 @@ def _write_state(state: dict[str, Any], path: Path) -> None:
 
 
 def _copy(value: Any) -> Any:
-    """A deep copy on the host of the tensors in a state dictionary."""
+    """A deep copy on the host of the tensors in a state dictionary; one from a GPU is there once its stream is.
+
+    Page-locked memory takes copies at the speed of the bus; torch keeps it for the next snapshot.
+    """
     if isinstance(value, Tensor):
-        return value.detach().to("cpu", copy=True)
+        held = value.detach()
+        if not held.is_cuda:
+            return held.clone()
+        return torch.empty_like(held, device="cpu", pin_memory=True).copy_(held, non_blocking=True)
     if isinstance(value, dict):
         return {key: _copy(inner) for key, inner in value.items()}
     if isinstance(value, list):

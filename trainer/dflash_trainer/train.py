@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -61,7 +62,8 @@ def train(run: RunFile, fresh: bool = False) -> None:
         mask_token_id=inputs.drafter.mask_token_id,
         position_weights=position_weights(run.drafter.block_size, run.drafter.loss_decay).numpy(),
     )
-    saver = checkpoint.Saver(output, run.output.keep_last, run.output.keep_every, sign_of_life)
+    watchdog = notify.Watchdog()
+    saver = checkpoint.Saver(output, run.output.keep_last, run.output.keep_every, lambda: sign_of_life(watchdog))
     stop.loading = False
     notify.status(f"step {first}/{total} · first step under way")
     metrics = Metrics(output, first)
@@ -72,7 +74,7 @@ def train(run: RunFile, fresh: bool = False) -> None:
         meter = Meter()
         for step, tapped in enumerate(line.tapped, start=first + 1):
             result = trainer.step(step, tapped)
-            notify.watchdog()
+            watchdog.step_done()
             meter.add(tapped.batch.tokens, result)
             if step % run.output.log_interval == 0 or step in (first + 1, total):
                 row = meter.take(step, total, tapped.batch.epoch)
@@ -88,7 +90,7 @@ def train(run: RunFile, fresh: bool = False) -> None:
             if step == total or stop.requested:
                 break
             if saver.due(step % run.output.save_interval == 0):
-                saver.submit(step, trainer.snapshot(step))
+                saver.submit(step, partial(trainer.snapshot, step))
             report_failed_save(saver, seconds(run.output.save_patience))
     save_last(saver, trainer, step)
     reason = "complete" if step == total else "stopped"
@@ -128,7 +130,7 @@ def resume(output: Path) -> dict[str, Any] | None:
 def save_last(saver: checkpoint.Saver, trainer: Trainer, step: int) -> None:
     """Saves the state that training ends with, and waits for it. Raises TryAgain if that fails."""
     notify.status(f"saving step {step}")
-    saver.submit(step, trainer.snapshot(step))
+    saver.submit(step, partial(trainer.snapshot, step))
     saver.finish()
     error = saver.take_error()
     if error is not None:
@@ -159,9 +161,9 @@ def report_failed_save(saver: checkpoint.Saver, patience: float) -> None:
     )
 
 
-def sign_of_life() -> None:
+def sign_of_life(watchdog: notify.Watchdog) -> None:
     """The loop waits for a save that makes progress: neither the watchdog nor the time for a stop runs out."""
-    notify.watchdog()
+    watchdog.alive()
     notify.extend_timeout(EXTENSION)
 
 
