@@ -1,5 +1,4 @@
-"""ExecStartPre and ExecStopPost of dflash-train@.service, as root: proves that GPUs are clean, leases them, and
-sees after a run that their memory is back.
+"""ExecStartPre of dflash-train@.service, as root: proves that GPUs are clean, and leases them.
 
 Nothing is refused here: an exit code of ExecStartPre would be retried whatever it means (systemd.service(5),
 RestartPreventExitStatus=). The verdict goes into a file that the launcher, the main process, acts on.
@@ -16,18 +15,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from dflash_agent import leases, manager, outputs, runtime, verdict
+from dflash_agent import leases, manager, outputs, runtime
 from dflash_agent.checks import USER, findings_of
 from dflash_agent.config import AgentConfig, load_config
 from dflash_agent.findings import Finding
-from dflash_agent.gpus import Gpu
 from dflash_agent.holders import Holder
-from dflash_agent.journal import notify, say, say_of
+from dflash_agent.journal import notify, say
 from dflash_agent.leases import Leased, StoreFailed
 from dflash_agent.reap import forbidden, reap
 from dflash_agent.runfile import ALL_GPUS, NO_GPUS, ConfigError, RunFile, check_name, load, path_of, seconds
 from dflash_agent.verdict import Choice, Snapshot, choose, take_snapshot
 from dflash_agent.words import span
+from dflash_agent.xids import short_bus_id
 
 VERDICTS_DIR = Path("/run/dflash/verdicts")
 EXIT_RETRY, EXIT_CANNOT_START = 75, 78
@@ -48,28 +47,22 @@ class Verdict:
     exit_code: int  # 0: go
     gpus: tuple[str, ...] = ()  # UUIDs
     indices: tuple[int, ...] = ()  # the same as nvidia-smi counts them
+    buses: tuple[str, ...] = ()  # and where they sit, as domain:bus:device
     findings: tuple[Finding, ...] = ()
     complete: str = ""  # nothing is left to train, in one sentence; then exit_code is 0 and no GPU is leased
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """`preflight NAME` before a start, --after NAME after an attempt, --failed NAME when there is no other."""
+    """`preflight NAME`, before a start."""
     words = sys.argv[1:] if arguments is None else arguments
-    after, for_good = words[:1] == ["--after"], words[:1] == ["--failed"]
-    if len(words) != 1 + (after or for_good):
-        print("usage: preflight [--after | --failed] NAME", file=sys.stderr)
+    if len(words) != 1:
+        print("usage: preflight NAME", file=sys.stderr)
         return 2
     try:
-        name = check_name(words[-1])
+        name = check_name(words[0])
     except ConfigError as error:
-        say(words[-1], str(error), priority=3)
+        say(words[0], str(error), priority=3)
         return EXIT_CANNOT_START
-    if after:
-        look_after(name)
-        return 0
-    if for_good:
-        say_last_word(name)
-        return 0
     # A stop while we wait is no failure, but death by a signal would be one.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     back_off(name)
@@ -110,8 +103,13 @@ def decide(name: str) -> Verdict:
     for finding in choice.findings:
         level = 4 if finding.severity == "warn" else 6
         say(name, finding.line(), priority=level, DFLASH_EVENT="preflight", DFLASH_CODE=finding.code)
-    uuids, indices = tuple(gpu.uuid for gpu in choice.gpus), tuple(gpu.index for gpu in choice.gpus)
-    return Verdict(invocation, 0, uuids, indices)
+    return Verdict(
+        invocation,
+        0,
+        gpus=tuple(gpu.uuid for gpu in choice.gpus),
+        indices=tuple(gpu.index for gpu in choice.gpus),
+        buses=tuple(short_bus_id(gpu.bus_id) for gpu in choice.gpus),
+    )
 
 
 def wanted_devices(run: RunFile, given: Mapping[str, str]) -> str:
@@ -261,56 +259,6 @@ def take_leases(choice: Choice, unit: str, snapshot: Snapshot) -> None:
             os.close(descriptor)
 
 
-def look_after(name: str) -> None:
-    """After a run: sees that the memory of its GPUs is back, and warns with the holder if it is not."""
-    before = read(name)
-    if before is None or before.invocation != os.environ.get("INVOCATION_ID", "") or not before.gpus:
-        return
-    try:
-        config = load_config()
-    except ConfigError:
-        config = AgentConfig()
-    unit = manager.unit_of(name)
-    begin = time.monotonic()
-    pause = FIRST_PAUSE
-    while True:
-        snapshot = take_snapshot(config)
-        gpus = [gpu for gpu in snapshot.reading.gpus if gpu.uuid in before.gpus]
-        left = [f for gpu in gpus for f in verdict.judge(snapshot, gpu, unit) if f.severity == "refuse"]
-        waited = time.monotonic() - begin
-        if not left or waited >= SETTLE:
-            break
-        time.sleep(pause)
-        pause = min(pause * 1.5, LONGEST_PAUSE)
-    missing = set(before.gpus) - {gpu.uuid for gpu in gpus}
-    if snapshot.reading.problem or missing:
-        reason = snapshot.reading.problem or f"{', '.join(sorted(missing))} not found"
-        say(name, f"after the run: its GPUs cannot be looked at: {reason}", priority=4, DFLASH_EVENT="after")
-    for finding in left:
-        text = f"after the run, {span(waited)} later: {finding.line()}"
-        say(name, text, priority=4, DFLASH_EVENT="after", DFLASH_CODE=finding.code)
-    if not left and gpus:
-        say(name, f"the memory of {_labels(gpus)} is back", DFLASH_EVENT="after")
-
-
-def say_last_word(name: str) -> None:
-    """When the limit of starts is reached: systemd says only that. A refusal has said what to do."""
-    unit = manager.unit_of(name)
-    try:
-        state = manager.unit_state(unit)
-    except manager.ManagerAway as error:
-        say_of(unit, f"{unit} has failed; systemd cannot be asked why ({error})", priority=4)
-        return
-    if state.restarts and (state.result, state.exit_status) != ("exit-code", EXIT_CANNOT_START):
-        text = f"{unit} has failed {state.restarts + 1} times and is not started again; mend what its attempts say"
-        remedy = f"then: systemctl reset-failed {unit} && systemctl start {unit}"
-        say_of(unit, f"{text}, {remedy}", priority=3, DFLASH_EVENT="start-limit", DFLASH_RUN=name)
-
-
-def _labels(gpus: list[Gpu]) -> str:
-    return ", ".join(gpu.label for gpu in gpus)
-
-
 def back_off(name: str) -> None:
     """Waits 5, 10, 20, … up to 600 s before an automatic restart, the unit's own 5 s included."""
     try:
@@ -349,10 +297,10 @@ def write(name: str, result: Verdict) -> None:
 def read(name: str) -> Verdict | None:
     """The newest verdict on a run; None if there is none that can be read."""
     try:
-        values: dict[str, Any] = json.loads((VERDICTS_DIR / f"{name}.json").read_text())
+        values = json.loads((VERDICTS_DIR / f"{name}.json").read_text())
         findings = tuple(Finding(**finding) for finding in values.pop("findings"))
-        gpus, indices = tuple(values.pop("gpus")), tuple(values.pop("indices"))
-        return Verdict(**values, gpus=gpus, indices=indices, findings=findings)
+        lists: dict[str, Any] = {name: tuple(values.pop(name)) for name in ("gpus", "indices", "buses")}
+        return Verdict(**values, **lists, findings=findings)
     except (OSError, ValueError, TypeError, KeyError):
         return None
 

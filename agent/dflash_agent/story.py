@@ -34,7 +34,10 @@ NOT_SPAWNED = "641257651c1b4ec9a8624d7a40a9e1e7"
 TOO_QUICKLY = "Start request repeated too quickly."  # has no id
 
 ENDS = ("complete", "stopped", "failed", "refused")
-REMARKS = ("back-off", "reaped", "checkpoint-skipped", "out-of-memory", "save-failed", "step-skipped", "after")
+REMARKS = (
+    *("back-off", "reaped", "checkpoint-skipped", "out-of-memory", "save-failed", "step-skipped", "after"),
+    "gpu-failed",
+)
 EVENTS = ("training", *ENDS, *REMARKS)
 WARNING = 4  # syslog(3)
 CANNOT_START = "78"
@@ -191,15 +194,6 @@ def _ending(told: list[Entry], end: Entry) -> tuple[str, str]:
             return "stopped", "stopped at once, without a last checkpoint"
         case None:
             return "stopped", "stopped before its first step"
-        case "signal" | "core-dump":
-            with contextlib.suppress(ValueError):
-                code = signal.Signals(int(code)).name
-            return "killed", f"killed by {code or 'a signal'}{late}"
-        case "oom-kill":
-            return "oom-kill", f"killed by the kernel, which was out of memory (oom-kill){late}"
-        case "watchdog":
-            limit = "WatchdogSec= of the unit"
-            return "watchdog", f"ended by the watchdog: no step for {limit}; its stacks are in the journal{late}"
         case "timeout" if _last(told, MESSAGE_ID=STOPPING):
             return "timeout", f"killed: it did not end within TimeoutStopSec= of the unit{late}"
         case "timeout":
@@ -213,7 +207,34 @@ def _ending(told: list[Entry], end: Entry) -> tuple[str, str]:
             last = f": {_message(why)}" if why else " and said nothing"
             return "failed", f"failed: {exited.get('COMMAND', 'a process')} ended with exit code {code}{last}"
         case result:
+            if by_others := ended_by_others(str(result), code):
+                return by_others[0], by_others[1] + late
             return "failed", f"failed: {result}, as systemd calls it{late}"
+
+
+def ended_by_others(result: str, status: str) -> tuple[str, str] | None:
+    """In a word and in a sentence, how an attempt ended that could not say it itself; None if it could.
+
+    `result` and `status` as in $SERVICE_RESULT and $EXIT_STATUS (systemd.exec(5)).
+    """
+    match result:
+        case "signal" | "core-dump":
+            with contextlib.suppress(ValueError):
+                status = signal.Signals(int(status)).name
+            name = status if status.startswith("SIG") else f"SIG{status}" if status else "a signal"
+            return "killed", f"killed by {name}"
+        case "oom-kill":
+            why = "the host, or MemoryMax= of the unit, was out of memory; see `journalctl -k -g oom`"
+            return "oom-kill", f"killed by the kernel (oom-kill): {why}"
+        case "watchdog":
+            limit = "WatchdogSec= of the unit, or four times the slowest before"
+            why = f"no step was done in {limit}; every thread's stack is in the journal"
+            return "watchdog", f"ended by the watchdog: {why}"
+        case "timeout":
+            limits = "to its first step within TimeoutStartSec=, or to its end within TimeoutStopSec="
+            return "timeout", f"ended by systemd: it did not come {limits} of the unit"
+        case _:
+            return None
 
 
 def _then(told: list[Entry], ending: str, ended: float, after: list[Entry] | None, now: UnitState | None) -> str:
@@ -264,6 +285,8 @@ def _remarks(told: list[Entry]) -> tuple[str, ...]:
         good_news = event == "after" and int(entry.get("PRIORITY", WARNING)) > WARNING
         if event in (*REMARKS, "xid") and not good_news:
             kinds.setdefault(event, []).append(entry)
+    if "gpu-failed" in kinds:
+        kinds.pop("xid", None)  # the same, as it happened
     return tuple(
         _message(found[0]) + (f" (and {len(found) - 1} more like it)" if len(found) > 1 else "")
         for found in kinds.values()

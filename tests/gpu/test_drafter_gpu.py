@@ -5,12 +5,25 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from conftest import MASK_TOKEN
+from dflash_agent.runfile import from_flags
 from dflash_trainer.drafter import Drafter, DrafterConfig
+from dflash_trainer.inputs import drafter_config
+from dflash_trainer.loader import Cutter
+from dflash_trainer.loss import position_weights
 from dflash_trainer.mask import dense_mask, flex_mask
+from dflash_trainer.memory import PieceLimit
+from dflash_trainer.pipeline import Tapped, tap_in_pieces
+from dflash_trainer.plan import make_plan
+from dflash_trainer.step import Trainer
+from dflash_trainer.store import load_store
+from dflash_trainer.target import load_target, read_config
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 
@@ -51,6 +64,47 @@ def test_flex_attention_and_sdpa_agree_in_values_and_gradients(context_length: i
     torch.testing.assert_close(flex, dense, rtol=1e-2, atol=5e-3)
     for a, b in zip(flex_grads, dense_grads, strict=True):
         assert (a - b).norm() <= 2e-2 * b.norm()
+
+
+def test_a_batch_that_does_not_fit_into_the_gpu_is_done_in_pieces_with_the_same_result(
+    target_dir: Path, dataset_dir: Path, tmp_path: Path
+) -> None:
+    gpu = torch.device("cuda")
+    made = from_flags("run1", {"target.model": str(target_dir), "data.dir": str(dataset_dir)})
+    run = replace(made, drafter=replace(made.drafter, layers=2, block_size=16, intermediate=8192, head_dim=64))
+    config = drafter_config(run, read_config(target_dir), MASK_TOKEN)
+    target = load_target(target_dir, config.target_layer_ids, gpu, torch.bfloat16)
+    store = load_store(dataset_dir, 256, 96)
+    plan = make_plan(np.diff(store.offsets), 4096, 0, 4)
+    cutter = Cutter(store, plan, 0, 512, MASK_TOKEN, position_weights(16, 7.0).numpy())
+    batch = cutter.cut(0).to(gpu)
+    assert len(batch.anchors) >= 8
+    results = []
+    peak = 0
+    for share in (1.0, 0.6):
+        torch.manual_seed(0)
+        limit = PieceLimit(tmp_path)
+        trainer = Trainer(run, config, target, gpu, 100, None, limit)
+        states = Tapped(batch, tap_in_pieces(target, batch, limit), None)
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_reserved()
+        torch.cuda.reset_peak_memory_stats()
+        if share < 1:
+            total = torch.cuda.get_device_properties(gpu).total_memory
+            torch.cuda.set_per_process_memory_fraction((before + share * peak) / total)
+        try:
+            result = trainer.step(1, states)
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0)
+        peak = torch.cuda.max_memory_reserved() - before
+        results.append((limit.splits, result))
+        del trainer, states, limit
+    (none, whole), (splits, pieces) = results
+    assert none == 0
+    assert splits > 0
+    assert pieces.loss == pytest.approx(whole.loss, rel=1e-3)
+    assert pieces.grad_norm == pytest.approx(whole.grad_norm, rel=2e-2)
+    assert (tmp_path / "pieces.json").exists()
 
 
 def test_a_run_trains_on_the_gpu_and_resumes(train_flags: Callable[..., list[str]], tmp_path: Path) -> None:

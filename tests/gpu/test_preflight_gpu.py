@@ -6,7 +6,6 @@ runtime for GPUs.
 
 import contextlib
 import json
-import shutil
 import signal
 import subprocess
 import sys
@@ -14,9 +13,8 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from conftest import make_dataset, make_target
-from container import BOOTED_WITH_SYSTEMD, HOST, Machine
-from system.node import DATA, TARGET, journal, make_run, show, wait_for
+from container import HOST, Machine
+from system.node import journal, make_run, show, wait_for
 
 GIB = 8
 HOLD = f"""
@@ -41,24 +39,11 @@ while True:
 SEEN: list[tuple[str, str, str, float, str]] = []
 
 
-def gpu_name() -> str:
-    """Its name, asked by another process: this one must not have it open. Empty without one."""
-    code = "import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else '')"
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
-
-
-@pytest.fixture(scope="module")
-def node() -> Iterator[Machine]:
-    """This node, with a tiny target; the table is printed at the end."""
-    name = gpu_name()
-    if not BOOTED_WITH_SYSTEMD or not shutil.which("dflashctl") or not name:
-        pytest.skip("needs a booted node with the packages and a GPU")
-    make_target(HOST.path(TARGET))
-    make_dataset(HOST.path(DATA))
-    HOST.run("chmod", "--recursive", "a+rX", TARGET)
-    yield HOST
-    HOST.run("systemctl", "stop", "dflash-train@*.service", check=False)
-    print(f"\n{name}")
+@pytest.fixture(scope="module", autouse=True)
+def table(node: Machine) -> Iterator[None]:  # noqa: ARG001 - skips if there is none
+    """What was seen is printed at the end."""
+    yield
+    print()
     for row in (("situation", "policy", "outcome", "s", "what was said"), *SEEN):
         seconds = row[3] if isinstance(row[3], str) else f"{row[3]:.1f}"
         print(f"{row[0]:34}  {row[1]:6}  {row[2]:8}  {seconds:>5}  {row[4]}")

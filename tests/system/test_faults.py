@@ -12,21 +12,35 @@ from .node import DATA, journal, make_run, show, start, wait_for
 from .test_training import drafter_hash, output_of, step_of, wait_until_done
 
 LONG = {"max_steps": 1_000_000, "save_interval": 1_000_000}
-# Python runs it before anything else; once, at one step, the loader takes a lock twice.
-HANG = """
-import os, sys, threading
+# Python runs it before anything else; what is in {} comes before a batch is cut.
+BEFORE_A_CUT = """
+import os, sys, threading, time
 if "dflash_trainer" in sys.orig_argv and "train" in sys.orig_argv:
     from dflash_trainer.loader import Cutter
     cut = Cutter.cut
-    def cut_or_hang(self, step):
+    def faulty_cut(self, step):
+{}
+        return cut(self, step)
+    Cutter.cut = faulty_cut
+"""
+# Once, at one step, the loader takes a lock twice.
+HANG = """
         if step == 150 and not os.path.exists("/var/cache/dflash/hangs/hung"):
             open("/var/cache/dflash/hangs/hung", "w").close()
             lock = threading.Lock()
             lock.acquire()
             lock.acquire()
-        return cut(self, step)
-    Cutter.cut = cut_or_hang
 """
+SLOW = """
+        time.sleep({20: 4, 40: 10}.get(step, 0))
+"""
+
+
+def faulty(node: Machine, before_a_cut: str) -> str:
+    """Puts a fault where a run's Python finds it; the drop-in that leads there."""
+    node.path("/srv/faults").mkdir(exist_ok=True)
+    node.path("/srv/faults/sitecustomize.py").write_text(BEFORE_A_CUT.replace("{}", before_a_cut, 1))
+    return "[Service]\nEnvironment=PYTHONPATH=/srv/faults\nWatchdogSec=6s\n"
 
 
 @contextlib.contextmanager
@@ -56,25 +70,35 @@ def test_a_kill_of_all_its_processes_is_a_restart_from_the_newest_checkpoint(nod
     node.run("systemctl", "kill", "--kill-whom=all", "--signal=SIGKILL", unit)
     wait_for(lambda: show(node, unit, "NRestarts") == "1", 30, "the restart")
     wait_for(lambda: show(node, unit, "ActiveState") == "active", 120, "the next step")
-    assert "resuming from" in journal(node, unit)
+    told = journal(node, unit)
+    (newest,) = re.findall("killed by SIGKILL; the next attempt goes on from (.*/step-[0-9]+)$", told, re.MULTILINE)
+    assert f"resuming from {newest}\n" in told
     node.run("systemctl", "stop", unit)
 
 
 def test_a_hang_ends_by_the_watchdog_with_every_threads_stack_and_the_run_goes_on(node: Machine) -> None:
     unit = make_run(node, "hangs", max_steps=300, save_interval=100, log_interval=10)
-    node.path("/srv/faults").mkdir(exist_ok=True)
-    node.path("/srv/faults/sitecustomize.py").write_text(HANG)
-    with drop_in(node, unit, "[Service]\nEnvironment=PYTHONPATH=/srv/faults\nWatchdogSec=6s\n"):
+    with drop_in(node, unit, faulty(node, HANG)):
         start(node, unit)
         wait_for(lambda: show(node, unit, "NRestarts") == "1", 60, "the watchdog to end it")
         told = journal(node, unit)
         assert "Watchdog timeout" in told
-        assert "cut_or_hang" in told  # where the loader sits
+        assert "ended by the watchdog: no step was done" in told
+        assert "faulty_cut" in told  # where the loader sits
         assert re.search(r"pipeline.py.* in |channel.py.* in get", told)  # and who waits for it
         wait_for(lambda: "complete at step 300/300" in journal(node, unit), 180, "the run to be complete")
         wait_until_done(node, unit)
         assert show(node, unit, "Result") == "success"
         assert re.search(r"resuming from .*step-00000100", journal(node, unit))
+
+
+def test_a_step_that_is_slower_than_the_watchdog_is_no_hang_where_one_before_was_slow(node: Machine) -> None:
+    unit = make_run(node, "slow", max_steps=60, log_interval=10)
+    with drop_in(node, unit, faulty(node, SLOW)):
+        start(node, unit)
+        wait_for(lambda: "complete at step 60/60" in journal(node, unit), 120, "the run to be complete")
+        wait_until_done(node, unit)
+        assert show(node, unit, "NRestarts") == "0"
 
 
 def test_a_stop_while_it_loads_is_at_once_and_no_failure(node: Machine) -> None:
@@ -145,6 +169,26 @@ def test_training_does_not_notice_that_the_agent_and_the_journal_are_away(node: 
     node.run("systemctl", "start", "dflash-agent.service")
     node.run("systemctl", "stop", unit)
     assert show(node, unit, "Result") == "success"
+
+
+def test_without_the_bus_and_polkit_it_trains_and_a_kill_is_a_restart(node: Machine) -> None:
+    unit = make_run(node, "no-bus", max_steps=1_000_000, save_interval=100)
+    start(node, unit)
+    node.run("systemctl", "stop", "polkit.service", "dbus.socket", "dbus.service")
+    try:
+        at = step_of(node, "no-bus")
+        wait_for_step(node, "no-bus", at + 200)
+        assert show(node, unit, "NRestarts") == "0"
+        node.run("systemctl", "kill", "--kill-whom=all", "--signal=SIGKILL", unit)
+        wait_for(lambda: show(node, unit, "NRestarts") == "1", 60, "the restart")
+        wait_for(lambda: show(node, unit, "ActiveState") == "active", 120, "the next step")
+        told = journal(node, unit)
+        assert "systemd cannot be asked for the number of restarts" in told
+        assert "resuming from" in told
+        node.run("systemctl", "stop", unit)
+        assert show(node, unit, "Result") == "success"
+    finally:
+        node.run("systemctl", "start", "dbus.socket", "dbus.service", "polkit.service", "dflash-agent.service")
 
 
 def test_an_output_that_is_deleted_under_it_is_made_anew(node: Machine) -> None:

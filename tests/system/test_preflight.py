@@ -11,7 +11,7 @@ import pytest
 from container import Machine
 from nvml.standin import GIB, h200
 
-from .gpus import alive, holding, install_driver, report, unload_driver
+from .gpus import alive, holding, install_driver, report, unload_driver, xid
 from .node import journal, make_run, show, start, wait_for
 
 CARD = "/dev/nvidia0"
@@ -448,15 +448,20 @@ def test_a_restart_leaves_a_lost_gpu_for_a_clean_one_and_its_lease_is_free(card:
     report(card, h200(0), h200(1))
     unit = make_run(card, "moves", max_steps=100000)
     start(card, unit)
+    xid(card, 0, 79)
+    wait_for(lambda: "Xid 79" in journal(card, unit), 30, "the service to hear of it")
     report(card, h200(0, lost=1), h200(1))
     card.run("kill", "-KILL", show(card, unit, "MainPID"))
     wait_for(lambda: int(show(card, unit, "NRestarts")) > 0, 60, "it is restarted")
     wait_for(lambda: show(card, unit, "ActiveState") == "active", 90, "it trains again")
     assert environment(card, unit)["CUDA_VISIBLE_DEVICES"] == h200(1)["uuid"]
+    assert "had Xid 79 in this attempt (the GPU has fallen off the bus)" in journal(card, unit)
+    assert "had Xid 79" in card.run("dflashctl", "explain", "moves").stdout
     assert show(card, unit, "NFileDescriptorStore") == "1"
     assert list(json.loads(card.run("dflashctl", "check", "--json", check=False).stdout)["leases"]) == [
         h200(1)["uuid"]
     ]
+    card.path("/run/dflash/xids.jsonl").unlink()  # for the tests that follow
 
 
 def test_memory_that_is_not_back_after_a_run_is_told_with_its_holder(card: Machine) -> None:

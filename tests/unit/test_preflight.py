@@ -175,7 +175,10 @@ def test_a_verdict_is_read_as_it_was_written(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(preflight, "VERDICTS_DIR", tmp_path / "verdicts")
     assert preflight.read("run1") is None
     refusals = wait_for_gpus(a_run(on_dirty="fail"), AgentConfig(), looking(BUSY), lease_nothing).refusals
-    for verdict in (Verdict("id", 0, ("GPU-1", "GPU-2"), (0, 3)), Verdict("id", 75, findings=refusals)):
+    for verdict in (
+        Verdict("id", 0, ("GPU-1", "GPU-2"), (0, 3), ("0000:3b:00", "0000:86:00")),
+        Verdict("id", 75, findings=refusals),
+    ):
         preflight.write("run1", verdict)
         assert preflight.read("run1") == verdict
     (tmp_path / "verdicts" / "run1.json").write_text('{"invocation": "x"')

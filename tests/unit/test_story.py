@@ -163,7 +163,7 @@ def test_results_that_are_hard_to_bring_about() -> None:
     # A kill by the kernel leaves the same entries as any other, but for the result (systemd.service(5)).
     (attempt,) = attempts(changed("killed", result="oom-kill"), INACTIVE)
     assert attempt.ending == "oom-kill"
-    assert "out of memory" in attempt.text
+    assert "was out of memory" in attempt.text
     (attempt,) = attempts(changed("killed", result="core-dump"), INACTIVE)
     assert attempt.ending == "killed"
     (attempt,) = attempts(changed("killed", result="resources"), INACTIVE)
