@@ -74,11 +74,26 @@ def test_power_cut_while_saving_leaves_the_checkpoint_before_and_the_boot_goes_o
     wait_for(lambda: checkpoints(vm)[-1] > resumed.whole[-1], SECONDS, "a newer checkpoint")
 
 
+def test_training_does_not_notice_that_the_clock_jumps(resumed: Resumed) -> None:
+    vm, unit = resumed.vm, resumed.unit
+    main = show(vm, unit, "MainPID")
+    for jump in ("+1 day", "-2 days", "+1 day"):
+        newest = checkpoints(vm)[-1]
+        vm.run("date", "--set", jump)
+        wait_for(lambda newest=newest: checkpoints(vm)[-1] > newest, SECONDS, f"a checkpoint after {jump}")
+    assert (show(vm, unit, "MainPID"), show(vm, unit, "NRestarts")) == (main, "0")
+
+
 def test_a_training_that_the_kernel_kills_for_memory_is_named_so_and_restarted(resumed: Resumed) -> None:
     vm, unit = resumed.vm, resumed.unit
     main = show(vm, unit, "MainPID")
     vm.run("systemctl", "set-property", "--runtime", unit, "MemoryMax=64M", "MemorySwapMax=0")
     wait_for(lambda: show(vm, unit, "NRestarts") == "1", SECONDS, "the restart")
+    vm.run("systemctl", "set-property", "--runtime", unit, "MemoryMax=infinity")
+    newest = checkpoints(vm)[-1]
+    wait_for(lambda: checkpoints(vm)[-1] > newest, SECONDS, "it to train again")
+    assert "killed by the kernel (oom-kill): the host, or MemoryMax= of the unit, was out" in journal(vm, unit)
+    assert show(vm, unit, "NRestarts") == "1"
     vm.run("systemctl", "stop", unit)
     assert vm.run("test", "-e", f"/proc/{main}", check=False).returncode == 1
     assert "Failed with result 'oom-kill'" in of_systemd(vm, unit)
