@@ -251,7 +251,7 @@ def load_together(gpu: SimpleNamespace) -> list[object]:
     kernel = object.__new__(CompiledKernel)
     kernel.module = kernel.function = kernel._run = None
     kernel.name = kernel.src = kernel.kernel = kernel.hash = kernel.metadata_group = ""
-    kernel.metadata = SimpleNamespace(shared=0, num_warps=4)
+    kernel.metadata = SimpleNamespace(shared=0, num_warps=4, warp_size=32)
     found: list[object] = []
 
     def launch(i: int) -> None:
@@ -261,6 +261,7 @@ def load_together(gpu: SimpleNamespace) -> list[object]:
         found.append(function)
 
     assert in_threads(launch) == []
+    kernel.module = None  # there is nothing to unload
     return found
 
 

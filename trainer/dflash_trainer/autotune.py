@@ -1,6 +1,6 @@
 """Makes Triton's autotuner fit for several threads, and lets its results outlive the process.
 
-Triton (3.4 to 3.9) leaves a call's arguments, and what its tuning works with, on the kernel object, which all
+Triton (3.6 to 3.9) leaves a call's arguments, and what its tuning works with, on the kernel object, which all
 threads share (triton issue 11494). flash-linear-attention's kernels are of a subclass that ends in the same `run`.
 """
 
