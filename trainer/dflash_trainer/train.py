@@ -14,7 +14,7 @@ from dflash_agent import outputs
 from dflash_agent.runfile import RunFile, seconds
 from dflash_agent.words import span
 
-from dflash_trainer import checkpoint, notify
+from dflash_trainer import autotune, checkpoint, notify
 from dflash_trainer.errors import CannotStart, TryAgain
 from dflash_trainer.inputs import claim_output, resolve
 from dflash_trainer.journal import ERROR, INFO, WARNING, log
@@ -51,6 +51,8 @@ def train(run: RunFile, fresh: bool = False) -> None:
 
     notify.status(f"loading target {run.target.model}")
     log(f"loading target {run.target.model} to {device}", event="loading")
+    if device.type == "cuda":
+        autotune.make_thread_safe()
     target = load_target(Path(run.target.model), inputs.drafter.target_layer_ids, device, target_dtype(run, device))
     limit = PieceLimit(output)
     trainer = Trainer(run, inputs.drafter, target, device, total, state, limit)
