@@ -55,7 +55,7 @@ def test_unguarded_threads_crash_on_a_cold_cache(kernels: str, tmp_path: Path) -
 
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_guarded_threads_pass_on_a_cold_cache_and_a_restart_measures_nothing(kernels: str, tmp_path: Path) -> None:
-    for attempt in range(TRIES):
+    for attempt in range(TRIES if kernels == "own" else 1):  # fla's take two minutes
         cache = tmp_path / str(attempt)
         cold = tune(kernels, "guarded", cache)
         assert (cold["errors"], cold["wrong"]) == ([], [])
