@@ -68,12 +68,13 @@ def make_dataset(directory: Path, rows: int = 48) -> Path:
     return save_dataset(directory, {"input_ids": ids, "loss_mask": masks})
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist reads the marks in this hook
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests that share a container go to the same worker, where there are several."""
+    """Tests that share a container or a virtual machine go to the same worker, where there are several."""
     if config.pluginmanager.hasplugin("xdist"):
         for item in items:
-            if "node" in getattr(item, "fixturenames", ()):
-                item.add_marker(pytest.mark.xdist_group("node"))
+            for shared in {"node", "node_image"} & set(getattr(item, "fixturenames", ())):
+                item.add_marker(pytest.mark.xdist_group(shared))
 
 
 @contextlib.contextmanager
