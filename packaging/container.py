@@ -11,7 +11,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -94,22 +94,26 @@ class Machine:
 HOST = Machine(Path("/"), ())
 
 
-def base_tree() -> Path:
-    """The tar file of a small Debian with everything that the packages depend on, made once. Raises BuildFailed."""
+def base_tree(name: str = SUITE, included: Sequence[str] = INCLUDED, hooks: Sequence[str] = ()) -> Path:
+    """The tar file of a small Debian with everything that the packages depend on, made once. Raises BuildFailed.
+
+    `name`: what the file's begins with; `hooks`: shell commands for its making, with the tree as $1.
+    """
     apt_install(*HOST_NEEDS)
     recipe = [
         "--variant=minbase",
-        f"--include={','.join(INCLUDED)}",
-        *(f"--dpkgopt=path-exclude=/usr/share/{name}/*" for name in ("doc", "locale")),
+        f"--include={','.join(included)}",
+        *(f"--dpkgopt=path-exclude=/usr/share/{folder}/*" for folder in ("doc", "locale")),
         f'--customize-hook=echo "deb [trusted=yes] file:{REPOSITORY} ./" > "$1/etc/apt/sources.list"',
         '--customize-hook=echo node > "$1/etc/hostname"; : > "$1/etc/machine-id"',
+        *(f"--customize-hook={hook}" for hook in hooks),
         SUITE,
     ]
     key = hashlib.sha256("\n".join(recipe).encode()).hexdigest()[:12]
-    tree = cache_dir() / "trees" / f"{SUITE}-{key}.tar"
+    tree = cache_dir() / "trees" / f"{name}-{key}.tar"
     with locked("trees"):
         if not tree.exists():
-            say(f"making a Debian tree ({SUITE})")
+            say(f"making a Debian tree ({name})")
             tree.parent.mkdir(parents=True, exist_ok=True)
             unfinished = tree.with_name(f".{tree.name}")
             run(["mmdebstrap", *recipe, str(unfinished)])

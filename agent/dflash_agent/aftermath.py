@@ -103,14 +103,14 @@ def _goes_on_from(name: str) -> str:
 
 
 def say_xids(name: str, before: Verdict) -> None:
-    """The errors of a run's GPUs since its preflight, each once."""
+    """The errors of a run's GPUs since its preflight, each once a GPU."""
     try:
         since = (VERDICTS_DIR / f"{name}.json").stat().st_mtime
     except OSError:
         return
-    found = {xid.code: xid for xid in xids.recent() if xid.bus_id in before.buses and xid.time >= since}
-    for xid in found.values():
-        say(name, _sentence(xid), priority=3, DFLASH_EVENT="gpu-failed", DFLASH_XID=str(xid.code))
+    for xid in xids.recent():
+        if xid.bus_id in before.buses and xid.time >= since:
+            say(name, _sentence(xid), priority=3, DFLASH_EVENT="gpu-failed", DFLASH_XID=str(xid.code))
 
 
 def _sentence(xid: Xid) -> str:

@@ -35,7 +35,13 @@ TOO_QUICKLY = "Start request repeated too quickly."  # has no id
 
 ENDS = ("complete", "stopped", "failed", "refused")
 REMARKS = (
-    *("back-off", "reaped", "checkpoint-skipped", "out-of-memory", "save-failed", "step-skipped", "after"),
+    "back-off",
+    "reaped",
+    "checkpoint-skipped",
+    "out-of-memory",
+    "save-failed",
+    "step-skipped",
+    "after",
     "gpu-failed",
 )
 EVENTS = ("training", *ENDS, *REMARKS)

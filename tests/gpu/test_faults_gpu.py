@@ -35,29 +35,40 @@ def long_run(node: Machine, name: str) -> str:
     return make_run(node, name, max_steps=1_000_000, save_interval=20, log_interval=10, head_dim=64, devices="0")
 
 
-def test_a_kernel_that_does_not_end_is_a_hang_and_the_run_goes_on(node: Machine) -> None:
-    made = long_run(node, "stuck")
-    with drop_in(node, made, faulty(node, STUCK)):
+def comes_back(node: Machine, name: str, fault: str, *words: str) -> str:
+    """What is in the journal of a run that meets a fault once and trains again; prints the lines with the words."""
+    made = long_run(node, name)
+    with drop_in(node, made, faulty(node, fault)):
         start(node, made)
         took = trains_again(node, made, 0)
         told = journal(node, made)
-        print(f"\na kernel that does not end, WatchdogSec=6s: trains again {took:.1f} s after its start")
-        print("\n".join(line for line in told.splitlines() if "watchdog" in line or "memory of" in line))
-        assert "ended by the watchdog: no step was done" in told
-        assert "faulty_cut" in told or "in step" in told
-        assert "resuming from" in told
+    print(f"\n{name}: trains again {took:.1f} s after its start")
+    print("\n".join(line for line in told.splitlines() if any(word in line for word in words)))
+    assert "resuming from" in told
+    return told
+
+
+def test_a_kernel_that_does_not_end_is_a_hang_and_the_run_goes_on(node: Machine) -> None:
+    told = comes_back(node, "stuck", STUCK, "watchdog", "memory of")
+    assert "ended by the watchdog: no step was done" in told
+    assert "in step" in told  # where the main thread waits for the GPU
 
 
 def test_an_error_of_a_kernel_is_named_in_cudas_words_and_the_run_goes_on(node: Machine) -> None:
-    made = long_run(node, "bounds")
-    with drop_in(node, made, faulty(node, OUT_OF_BOUNDS)):
-        start(node, made)
-        took = trains_again(node, made, 0)
-        told = journal(node, made)
-        print(f"\na device-side assertion: trains again {took:.1f} s after its start")
-        print("\n".join(line for line in told.splitlines() if "the GPU failed" in line or "Xid" in line))
-        assert re.search("the GPU failed: CUDA (driver )?error: device-side assert triggered", told)
-        assert "resuming from" in told
+    told = comes_back(node, "bounds", OUT_OF_BOUNDS, "the GPU failed", "Xid")
+    assert re.search("the GPU failed: CUDA (driver )?error: device-side assert triggered", told)
+
+
+def test_a_stop_while_the_first_step_compiles_is_no_failure_and_saves(node: Machine) -> None:
+    made = long_run(node, "compiles")
+    node.run("systemctl", "start", "--no-block", made)
+    wait_for(lambda: "first step under way" in show(node, made, "StatusText"), 120, "the first step")
+    begin = time.monotonic()
+    node.run("systemctl", "stop", made)
+    print(f"\na stop in the first step: {time.monotonic() - begin:.1f} s")
+    assert show(node, made, "Result") == "success"
+    assert "stopped at step 1/" in journal(node, made)
+    assert "whole" in node.run("dflashctl", "checkpoints", "compiles").stdout
 
 
 def test_kills_one_after_the_other_are_restarts_with_back_off(node: Machine) -> None:

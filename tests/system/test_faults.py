@@ -31,6 +31,20 @@ HANG = """
             lock.acquire()
             lock.acquire()
 """
+# Once, at one step, a peer that has joined does not come to a collective.
+COLLECTIVE = """
+        if step == 150 and not os.path.exists("/var/cache/dflash/collective/hung"):
+            open("/var/cache/dflash/collective/hung", "w").close()
+            import torch
+            import torch.distributed as dist
+            os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+            rank = 1 if os.fork() == 0 else 0
+            store = dist.FileStore("/var/cache/dflash/collective/store", 2)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+            if rank == 1:
+                time.sleep(3600)
+            dist.all_reduce(torch.ones(4))
+"""
 SLOW = """
         time.sleep({20: 4, 40: 10}.get(step, 0))
 """
@@ -57,6 +71,13 @@ def drop_in(node: Machine, unit: str, text: str) -> Iterator[None]:
         node.run("systemctl", "reset-failed", unit, check=False)
         node.run("rm", "-r", f"/etc/systemd/system/{unit}.d")
         node.run("systemctl", "daemon-reload")
+
+
+def processes(node: Machine, unit: str) -> set[str]:
+    """The ids, in the container, of a unit's processes."""
+    group = show(node, unit, "ControlGroup")
+    script = f"cat /sys/fs/cgroup{group}/cgroup.procs /sys/fs/cgroup/*{group}/cgroup.procs"  # version 2, or both
+    return set(node.run("sh", "-c", script, check=False).stdout.split())
 
 
 def wait_for_step(node: Machine, name: str, step: int) -> None:
@@ -89,6 +110,22 @@ def test_a_hang_ends_by_the_watchdog_with_every_threads_stack_and_the_run_goes_o
         wait_for(lambda: "complete at step 300/300" in journal(node, unit), 180, "the run to be complete")
         wait_until_done(node, unit)
         assert show(node, unit, "Result") == "success"
+        assert re.search(r"resuming from .*step-00000100", journal(node, unit))
+
+
+def test_a_collective_that_a_peer_does_not_come_to_ends_by_the_watchdog_and_the_peer_with_it(node: Machine) -> None:
+    unit = make_run(node, "collective", max_steps=300, save_interval=100, log_interval=10)
+    with drop_in(node, unit, faulty(node, COLLECTIVE)):
+        start(node, unit)
+        wait_for(lambda: len(processes(node, unit)) > 1, 60, "the peer")
+        first = processes(node, unit)
+        wait_for(lambda: show(node, unit, "NRestarts") == "1", 60, "the watchdog to end it")
+        told = journal(node, unit)
+        assert "ended by the watchdog: no step was done" in told
+        assert "in all_reduce" in told
+        assert not first & processes(node, unit)
+        wait_for(lambda: "complete at step 300/300" in journal(node, unit), 180, "the run to be complete")
+        wait_until_done(node, unit)
         assert re.search(r"resuming from .*step-00000100", journal(node, unit))
 
 

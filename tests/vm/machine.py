@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from conftest import make_dataset, make_target
-from container import BOOTED_WITH_SYSTEMD, INCLUDED, REPOSITORY, SUITE
+from container import BOOTED_WITH_SYSTEMD, INCLUDED, REPOSITORY, SUITE, base_tree
 from packages import BuildFailed, apt_install, cache_dir, locked, run, say
 
 EMULATOR = "qemu-system-x86_64"
@@ -112,7 +112,7 @@ def missing() -> str:
 
 def image(repository: Path) -> Image:
     """The packages of a repository, the runtime and a tiny target, installed; made once. Raises BuildFailed."""
-    tree = _tree()
+    tree = base_tree(f"{SUITE}-kernel", GUEST_NEEDS, ['mkdir -p "$1/var/log/journal"'])
     recipe = (tree.name, repository.name, FSTAB, ROOT_SIZE, *EXT4)
     folder = cache_dir() / "images" / hashlib.sha256("\n".join(recipe).encode()).hexdigest()[:12]
     with locked("images"):
@@ -184,29 +184,6 @@ def after_the_cut(disks: Disks, folder: Path, directory: str) -> list[str]:
     # /inode/mode/uid/gid/name/size/
     names = [line.split("/")[5] for line in listed.stdout.splitlines() if line.count("/") >= 6]
     return [name for name in names if name not in (".", "..")]
-
-
-def _tree() -> Path:
-    """The tar file of a small Debian with a kernel and all that the packages depend on."""
-    recipe = [
-        "--variant=minbase",
-        f"--include={','.join(GUEST_NEEDS)}",
-        *(f"--dpkgopt=path-exclude=/usr/share/{name}/*" for name in ("doc", "locale")),
-        f'--customize-hook=echo "deb [trusted=yes] file:{REPOSITORY} ./" > "$1/etc/apt/sources.list"',
-        '--customize-hook=echo node > "$1/etc/hostname"; : > "$1/etc/machine-id"',
-        '--customize-hook=mkdir -p "$1/var/log/journal"',
-        SUITE,
-    ]
-    key = hashlib.sha256("\n".join(recipe).encode()).hexdigest()[:12]
-    tree = cache_dir() / "trees" / f"{SUITE}-kernel-{key}.tar"
-    with locked("trees"):
-        if not tree.exists():
-            say(f"making a Debian tree with a kernel ({SUITE})")
-            tree.parent.mkdir(parents=True, exist_ok=True)
-            unfinished = tree.with_name(f".{tree.name}")
-            run(["mmdebstrap", *recipe, str(unfinished)])
-            unfinished.rename(tree)
-    return tree
 
 
 def _fill(folder: Path, tree: Path, repository: Path) -> None:

@@ -104,11 +104,11 @@ def test_a_second_process_goes_with_the_one_killed_for_memory_and_restarts_back_
     vm = resumed.vm
     unit = make_run(vm, "greedy")
     begin_greedy(vm, unit)
-    wait_for(lambda: len(processes(vm, SCRIPT)) == 2, SECONDS, "both processes")
-    first, main = processes(vm, SCRIPT), show(vm, unit, "MainPID")
+    wait_for(lambda: both_run(vm, unit), SECONDS, "both processes")
+    first, main = processes(vm, unit), show(vm, unit, "MainPID")
     vm.run("touch", GO)
     wait_for(lambda: int(show(vm, unit, "NRestarts")) >= 1, SECONDS, "the restart")
-    assert not first & processes(vm, SCRIPT)
+    assert not first & processes(vm, unit)
     (grown,) = first - {main}
     assert f"Memory cgroup out of memory: Killed process {grown} (" in of_the_kernel(vm)
     wait_for(lambda: "restart 2: waiting 5 s" in journal(vm, unit), SECONDS, "the back-off")
@@ -137,9 +137,15 @@ def begin_greedy(vm: Vm, unit: str) -> None:
     vm.run("systemctl", "start", "--no-block", unit)
 
 
-def processes(vm: Vm, word: str) -> set[str]:
-    """Process ids of those that have the word in their command line."""
-    return set(vm.run("pgrep", "--full", f"^/usr/bin/python3 {word}", check=False).stdout.split())
+def processes(vm: Vm, unit: str) -> set[str]:
+    """The ids of a unit's processes: of those in its cgroup."""
+    group = show(vm, unit, "ControlGroup")
+    return set(vm.run("cat", f"/sys/fs/cgroup{group}/cgroup.procs", check=False).stdout.split())
+
+
+def both_run(vm: Vm, unit: str) -> bool:
+    """Whether the main process, and not the preflight, has forked."""
+    return show(vm, unit, "MainPID") != "0" and len(processes(vm, unit)) == 2
 
 
 def checkpoints(vm: Vm) -> list[str]:
