@@ -1,9 +1,11 @@
 """dflash-agent.service on a node: what it tells programs, whom it obeys, and that it stays small and comes back."""
 
+import contextlib
 import json
 import re
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -18,13 +20,14 @@ STRUCK = "dflash-train@struck.service"
 NAME = ("org.dflash.Agent1", "/org/dflash/Agent1", "org.dflash.Agent1")
 METRICS = "http://127.0.0.1:9479/metrics"
 FETCH = f"import urllib.request as r; print(r.urlopen({METRICS!r}, timeout=30).read().decode())"
-# What is told on the bus, a line of names for each signal; the first line says that it listens.
+# What is told on the bus, a line of names for each signal; the first line is its pid, when it listens.
 LISTEN = """
+import os
 from gi.repository import GLib
 from pydbus import SystemBus
 tell = lambda *signal: print(*signal[-1][1], flush=True)
 SystemBus().subscribe(iface="org.freedesktop.DBus.Properties", object="/org/dflash/Agent1", signal_fired=tell)
-print("listening", flush=True)
+print(os.getpid(), flush=True)
 GLib.MainLoop().run()
 """
 CALL = """
@@ -112,6 +115,24 @@ def ask(node: Machine, method: str, *words: str, user: str = "root") -> tuple[in
     """Exit code and answer of a call by a user."""
     done = node.run("runuser", "-u", user, "--", "python3", "-c", CALL, method, *words, check=False)
     return done.returncode, (done.stdout + done.stderr).strip()
+
+
+@contextlib.contextmanager
+def heard_on_the_bus(node: Machine) -> Iterator[Callable[[], str]]:
+    """Listens on the system bus; what it gives tells which messages there were most, with their numbers."""
+    path = "/run/heard"
+    output = f"--property=StandardOutput=file:{path}"
+    node.run("systemd-run", "--unit=heard", "--collect", "--service-type=exec", output, "busctl", "monitor")
+    try:
+        yield lambda: "\n".join(
+            f"{count} × {where}"
+            for where, count in Counter(
+                " ".join(re.findall(r"(?:Path|Member)=\S+", message))
+                for message in node.path(path).read_text(errors="replace").split("‣")[1:]
+            ).most_common(20)
+        )
+    finally:
+        node.run("systemctl", "stop", "heard")
 
 
 def main_pid(node: Machine) -> int:
@@ -248,7 +269,7 @@ def test_a_driver_that_is_loaded_later_is_found_and_changes_are_told(cards: Mach
     ]
     listening = cards.start("python3", "-c", LISTEN)
     assert listening.stdout is not None
-    assert listening.stdout.readline() == "listening\n"
+    listener = listening.stdout.readline().strip()
     with holding(cards, "/dev/nvidia1") as pid:
         report(cards, h200(0), h200(1, compute=f"{pid}:{GIB}", held=GIB))
         changed: set[str] = set()
@@ -259,7 +280,7 @@ def test_a_driver_that_is_loaded_later_is_found_and_changes_are_told(cards: Mach
         assert (busy["code"], busy["gpu"], busy["pid"]) == ("gpu-busy", h200(1)["uuid"], pid)
     report(cards, h200(0), h200(1))
     wait_for(lambda: all(gpu["clean"] for gpu in prop(cards, "GPUs")), 60, "the end of the holder to be seen")
-    listening.kill()
+    cards.run("kill", listener)
     listening.wait()
 
 
@@ -350,9 +371,14 @@ def test_idle_it_is_small_does_nothing_and_holds_no_gpu(cards: Machine) -> None:
         nonlocal began, used, woken
         if wakeups() != woken:
             began, used, woken = time.monotonic(), cpu_seconds(cards, pid), wakeups()
-        return time.monotonic() - began > 10  # as between the third and the fourth look after the start
+        return time.monotonic() - began > 10  # as between two looks that found nothing new
 
-    wait_for(idle, 120, "it to have nothing to do")
+    with heard_on_the_bus(cards) as heard:
+        try:
+            wait_for(idle, 300, "it to have nothing to do")
+        except AssertionError as error:
+            children = cards.run("ps", "--ppid", str(pid), "-o", "pid,args", check=False).stdout
+            raise AssertionError(f"{error}; its children:\n{children}on the bus meanwhile:\n{heard()}") from error
     share = (cpu_seconds(cards, pid) - used) / (time.monotonic() - began)
     size = kilobytes(cards, pid)
     print(f"idle: PSS {size} KiB, {share:.2%} of a core")
