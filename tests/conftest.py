@@ -1,13 +1,17 @@
 """Small real things that many tests need: a target, a dataset, a run."""
 
 import contextlib
+import os
 import subprocess
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from dflash_trainer import store as stores
+from dflash_trainer.store import TokenStore
 
 VOCABULARY = 96
 MASK_TOKEN = 95
@@ -66,6 +70,20 @@ def make_dataset(directory: Path, rows: int = 48) -> Path:
         ids.append((3 + (start + stride * np.arange(length)) % (MASK_TOKEN - 3)).tolist())
         masks.append([0] * 5 + [1] * (int(length) - 5))
     return save_dataset(directory, {"input_ids": ids, "loss_mask": masks})
+
+
+def load_store(directory: Path, max_length: int, vocab_size: int) -> TokenStore:
+    """The token store of a dataset directory, by way of a cache that is used once."""
+    with tempfile.TemporaryDirectory() as cache:
+        return stores.load_store(directory, max_length, vocab_size, Path(cache))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where trainings of these tests keep what can be made again."""
+    directory = tmp_path_factory.mktemp("cache")
+    os.environ["CACHE_DIRECTORY"] = str(directory)
+    return directory
 
 
 @pytest.hookimpl(tryfirst=True)  # xdist reads the marks in this hook

@@ -13,7 +13,7 @@ from dflash_trainer.loss import position_weights
 from dflash_trainer.plan import make_plan
 from dflash_trainer.prepare import generate
 from dflash_trainer.step import block_loss
-from dflash_trainer.store import TokenStore
+from dflash_trainer.store import Survey, TokenStore
 from dflash_trainer.target import Target, load_causal_lm, load_target
 
 CPU = torch.device("cpu")
@@ -114,7 +114,9 @@ def trained_drafter(
     masks = [np.arange(len(row)) >= len(prompt) for row, prompt in zip(rows, prompts, strict=True)]
     offsets = np.cumsum([0, *map(len, rows)])
     mask = np.concatenate(masks).astype(np.uint8)
-    store = TokenStore(np.concatenate(rows).astype(np.int32), mask, offsets, "", {}, 0, np.arange(len(rows)))
+    tokens = np.concatenate(rows).astype(np.int32)
+    survey = Survey(offsets, np.arange(len(rows)), np.bincount(tokens) > 0, int(mask.sum()), "", {}, 0)
+    store = TokenStore(tokens, mask, survey)
     plan = make_plan(np.diff(offsets), 1024, 0, steps, steps)
     cutter = Cutter(store, plan, 0, 64, config.mask_token_id, position_weights(config.block_size, 0.0).numpy())
     target: Target = load_target(target_dir, config.target_layer_ids, CPU, torch.float32)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_agent import runtime
+from dflash_agent.dataset import data_files
 from dflash_agent.findings import Finding
 from dflash_agent.runfile import STATE_DIR, ConfigError, RunFile, load
 from dflash_agent.words import size
@@ -132,25 +133,24 @@ def _shard_problem(path: Path) -> str | None:
 
 
 def check_data(directory: Path) -> Iterator[Finding]:
-    """A dataset directory as datasets.save_to_disk makes it, with every file that it names."""
+    """A dataset directory with every file that it should have."""
     try:
-        names = [entry["filename"] for entry in json.loads((directory / "state.json").read_text())["_data_files"]]
         sizes = []
-        for name in names:
-            with (directory / name).open("rb") as file:  # readable, not only there
+        for path in data_files(directory):
+            with path.open("rb") as file:  # readable, not only there
                 sizes.append(os.fstat(file.fileno()).st_size)
     except FileNotFoundError as error:
         yield Finding(
             "data-missing",
             "refuse",
-            f"data {directory}: {error.filename} does not exist",
+            f"data {directory}: {_reason(error)}",
             "give a dataset directory, as `dflash-train prepare` makes it",
         )
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError) as error:
         yield Finding(
             "data-unreadable",
             "refuse",
-            f"data {directory} cannot be read: {_reason(error)}",
+            f"data {directory} cannot be read: {error if isinstance(error, ValueError) else _reason(error)}",
             "make it readable for user dflash, or copy it again",
         )
     else:

@@ -5,18 +5,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import MASK_TOKEN, VOCABULARY, save_dataset
+from conftest import MASK_TOKEN, VOCABULARY, load_store, save_dataset
 from dflash_trainer.loader import Batch, Cutter
 from dflash_trainer.loss import position_weights
 from dflash_trainer.plan import make_plan
-from dflash_trainer.store import load_store
 
 BLOCK = 4
 
 
 def cutter(directory: Path, max_anchors: int = 8) -> Cutter:
     store = load_store(directory, 256, VOCABULARY)
-    plan = make_plan(np.diff(store.offsets), 256, seed=0, epochs=2)
+    plan = make_plan(np.diff(store.survey.offsets), 256, seed=0, epochs=2)
     return Cutter(store, plan, 0, max_anchors, MASK_TOKEN, position_weights(BLOCK, 2.0).numpy())
 
 
@@ -27,8 +26,8 @@ def test_every_position_of_every_block_is_what_the_method_says(dataset_dir: Path
         batch = made.cut(step)
         epoch, index = made.plan.locate(step)
         for i, row in enumerate(made.plan.epochs[epoch][index]):
-            tokens = store.tokens[store.offsets[row] : store.offsets[row + 1]]
-            mask = store.loss_mask[store.offsets[row] : store.offsets[row + 1]]
+            tokens = store.tokens[store.survey.offsets[row] : store.survey.offsets[row + 1]]
+            mask = store.loss_mask[store.survey.offsets[row] : store.survey.offsets[row + 1]]
             assert batch.input_ids[i, : len(tokens)].tolist() == tokens.tolist()
             for j, anchor in enumerate(batch.anchors[i].tolist()):
                 block = slice(j * BLOCK, (j + 1) * BLOCK)

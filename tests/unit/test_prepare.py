@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from conftest import load_store
 from dflash_trainer import prepare
 from dflash_trainer.errors import CannotStart, TryAgain
-from dflash_trainer.store import load_store
 from dflash_trainer.target import load_causal_lm
 from drafting import (
     CPU,

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import MASK_TOKEN
+from conftest import MASK_TOKEN, load_store
 from dflash_agent.runfile import RunFile, from_flags
 from dflash_trainer import step as step_module
 from dflash_trainer.drafter import DrafterConfig
@@ -20,7 +20,6 @@ from dflash_trainer.memory import PieceLimit
 from dflash_trainer.pipeline import Tapped, tap_in_pieces
 from dflash_trainer.plan import make_plan
 from dflash_trainer.step import NOT_FINITE_LIMIT, Trainer
-from dflash_trainer.store import load_store
 from dflash_trainer.target import Target, load_target, read_config
 
 CPU = torch.device("cpu")
@@ -47,7 +46,7 @@ def target(run: RunFile, config: DrafterConfig) -> Target:
 @pytest.fixture(scope="module")
 def cutter(run: RunFile) -> Cutter:
     store = load_store(Path(run.data.dir), 256, 96)
-    plan = make_plan(np.diff(store.offsets), 256, 0, 4)
+    plan = make_plan(np.diff(store.survey.offsets), 256, 0, 4)
     return Cutter(store, plan, 0, 8, MASK_TOKEN, position_weights(4, 0.0).numpy())
 
 

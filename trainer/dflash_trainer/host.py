@@ -1,5 +1,9 @@
-"""Memory of the host that this process may still take. Source: proc(5), cgroups(7), the kernel's cgroup-v2."""
+"""What of the host this process may use: memory, a place for caches.
 
+Source: proc(5), cgroups(7), the kernel's cgroup-v2; systemd.exec(5), the XDG Base Directory Specification.
+"""
+
+import os
 from pathlib import Path
 
 MEMINFO, CGROUP, CGROUPS = Path("/proc/meminfo"), Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
@@ -11,6 +15,13 @@ def free_memory() -> tuple[int, str]:
     host = next(int(words[1]) << 10 for words in lines if words[0] == "MemAvailable:")
     bounds = [(host, "MemAvailable of the host"), *_cgroup_bounds()]
     return min(bounds)
+
+
+def cache_directory() -> Path:
+    """Where what can be made again is kept between starts: the unit's CacheDirectory=, or the user's."""
+    if own := os.environ.get("CACHE_DIRECTORY"):
+        return Path(own.partition(":")[0])
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dflash"
 
 
 def _cgroup_bounds() -> list[tuple[int, str]]:

@@ -15,7 +15,7 @@ from dflash_agent.runfile import RunFile, settings
 from dflash_trainer.drafter import DrafterConfig, spaced_layer_ids
 from dflash_trainer.errors import CannotStart
 from dflash_trainer.plan import Plan, make_plan
-from dflash_trainer.store import TokenStore, load_store
+from dflash_trainer.store import Progress, Survey, TokenStore, load_store, survey
 from dflash_trainer.target import choose_mask_token, read_config, target_fingerprint
 
 
@@ -23,32 +23,44 @@ from dflash_trainer.target import choose_mask_token, read_config, target_fingerp
 class Inputs:
     """Everything that is known before any weight is loaded."""
 
-    store: TokenStore
     plan: Plan
     drafter: DrafterConfig
     identity: dict[str, Any]  # what makes two attempts the same run; kept as OUTPUT/run.json
 
 
-def resolve(run: RunFile) -> Inputs:
-    """Reads the data and the target's configuration. Raises CannotStart with what is wrong and what to do."""
-    directory = Path(run.target.model)
-    config = read_config(directory)
+def read_data(run: RunFile, cache: Path, progress: Progress) -> TokenStore:
+    """The run's token store. Raises CannotStart or TryAgain."""
+    return load_store(Path(run.data.dir), longest(run), int(target_config(run).vocab_size), cache, progress)
+
+
+def target_config(run: RunFile) -> Any:
+    """The target's sizes, for a run that this version can train. Raises CannotStart."""
     if run.train.dp_pairs != 1:
         raise CannotStart(f"dp_pairs = {run.train.dp_pairs}: this version trains one pair; set it to 1")
-    store = load_store(Path(run.data.dir), min(run.data.max_length, run.train.token_budget), int(config.vocab_size))
+    return read_config(Path(run.target.model))
+
+
+def longest(run: RunFile) -> int:
+    """How many tokens of a row are used at most."""
+    return min(run.data.max_length, run.train.token_budget)
+
+
+def resolve(run: RunFile, data: Survey) -> Inputs:
+    """What data and target come to. Raises CannotStart with what is wrong and what to do."""
+    directory = Path(run.target.model)
+    config = target_config(run)
     plan = make_plan(
-        np.diff(store.offsets), run.train.token_budget, run.train.seed, run.train.epochs, run.train.max_steps
+        np.diff(data.offsets), run.train.token_budget, run.train.seed, run.train.epochs, run.train.max_steps
     )
-    used = set(np.unique(store.tokens).tolist())
+    used = set(np.flatnonzero(data.used).tolist())
     mask = choose_mask_token(directory, int(config.vocab_size), used, run.drafter.mask_token_id)
     return Inputs(
-        store=store,
         plan=plan,
         drafter=drafter_config(run, config, mask),
         identity={
             "settings": settings(run),
             "target": target_fingerprint(directory),
-            "data": store.fingerprint,
+            "data": data.fingerprint,
         },
     )
 
@@ -147,14 +159,14 @@ def _compare(output: Path, there: dict[str, Any], now: dict[str, Any], name: str
 def check(run: RunFile) -> Iterable[Finding]:
     """The deep checks of `dflash-train check`: what `resolve` finds, in lines. Starts and writes nothing."""
     try:
-        inputs = resolve(run)
+        data = survey(Path(run.data.dir), longest(run), int(target_config(run).vocab_size))
+        inputs = resolve(run, data)
     except CannotStart as error:
         code = "data-unreadable" if run.data.dir in str(error) else "config"
         yield Finding(code, "refuse", str(error))
         return
-    store = inputs.store
-    skipped = sum(store.skipped.values())
-    text = f"data {run.data.dir}: {store.summary()}"
+    skipped = sum(data.skipped.values())
+    text = f"data {run.data.dir}: {data.summary()}"
     yield Finding("data-unreadable", "warn", text) if skipped else Finding("data", "ok", text)
     sizes = inputs.drafter
     yield Finding(

@@ -59,7 +59,7 @@ class Cutter:
         """The batch of a 0-based optimizer step."""
         epoch, index = self.plan.locate(step)
         rows = self.plan.epochs[epoch][index]
-        offsets = self.store.offsets
+        offsets = self.store.survey.offsets
         size = len(self.position_weights)
         lengths = offsets[rows + 1] - offsets[rows]
         drawn = [
@@ -92,7 +92,7 @@ class Cutter:
             step=step,
             epoch=epoch,
             tokens=int(lengths.sum()),
-            row_ids=tuple(self.store.origin[rows].tolist()),
+            row_ids=tuple(self.store.survey.origin[rows].tolist()),
             input_ids=torch.from_numpy(ids),
             anchors=torch.from_numpy(anchors),
             block_ids=torch.from_numpy(block_ids.reshape(flat)),

@@ -16,6 +16,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 from tqdm import tqdm
 
+from dflash_trainer import notify
 from dflash_trainer.journal import WARNING, log
 
 PLOTTED = ("loss", "accuracy", "lr", "grad_norm", "tokens_per_s")
@@ -108,6 +109,28 @@ class Progress(tqdm):  # type: ignore[type-arg]
         """Moves the bar to `step`."""
         self.set_postfix_str(f"loss {loss:.3f}", refresh=False)
         self.update(step - self.n)
+
+
+class Reading(tqdm):  # type: ignore[type-arg]
+    """How much of the data has been read: a bar on a terminal, and the unit's status; a start may take so long."""
+
+    PATIENCE = 300.0  # seconds until a start that reads nothing more is taken for hung
+
+    def __init__(self, data: str) -> None:
+        super().__init__(
+            unit="B", unit_scale=True, desc=f"reading {data}", disable=not sys.stderr.isatty(), leave=False
+        )
+        self._data = data
+        self._told = time.monotonic()
+
+    def read_so_far(self, done: int, total: int) -> None:
+        """So many bytes of all the files'."""
+        self.total = total
+        self.update(done - self.n)
+        if time.monotonic() - self._told > 1:
+            self._told = time.monotonic()
+            notify.status(f"reading data {self._data}: {100 * done // max(total, 1)} %")
+            notify.extend_timeout(self.PATIENCE)
 
 
 def status_line(step: int, total: int, loss: float, tokens_per_s: float, eta_s: float) -> str:

@@ -14,10 +14,26 @@ _BATCHES, _ANCHORS = 0, 1  # keys of the two independent random streams
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """All batches of a run. `epochs[e][i]` holds the rows (int64) of batch i of epoch e."""
+class Epoch:
+    """The batches of an epoch; epoch[i] holds the rows (int64) of batch i. Three arrays, not one for each batch."""
 
-    epochs: tuple[tuple[NDArray[np.int64], ...], ...]
+    rows: NDArray[np.int64]  # [rows] batch after batch
+    starts: NDArray[np.int64]  # [batches + 1] in `rows`
+    sequence: NDArray[np.int64]  # [batches] which of them comes when
+
+    def __len__(self) -> int:
+        return len(self.sequence)
+
+    def __getitem__(self, index: int) -> NDArray[np.int64]:
+        batch = self.sequence[index]
+        return self.rows[self.starts[batch] : self.starts[batch + 1]]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """All batches of a run."""
+
+    epochs: tuple[Epoch, ...]
     total_steps: int
 
     def locate(self, step: int) -> tuple[int, int]:
@@ -41,9 +57,7 @@ def make_plan(lengths: NDArray[np.int64], token_budget: int, seed: int, epochs: 
     return Plan(tuple(planned), min(steps, max_steps) if max_steps else steps)
 
 
-def plan_epoch(
-    lengths: NDArray[np.int64], token_budget: int, seed: int, epoch: int
-) -> tuple[NDArray[np.int64], ...]:
+def plan_epoch(lengths: NDArray[np.int64], token_budget: int, seed: int, epoch: int) -> Epoch:
     """Every row once, in batches whose longest row times their size is at most token_budget.
 
     Rows are sorted by length with a jitter of 10 %, so that neighbours are alike but differ between epochs;
@@ -51,16 +65,15 @@ def plan_epoch(
     """
     rng = np.random.default_rng([seed, epoch, _BATCHES])
     order = np.argsort(lengths * rng.uniform(1 - LENGTH_JITTER, 1 + LENGTH_JITTER, len(lengths)), kind="stable")
-    batches = []
+    starts = [0]
     start = longest = 0
-    for end, length in enumerate(lengths[order].tolist()):
-        longest_with = max(longest, length)
-        if longest_with * (end - start + 1) > token_budget:
-            batches.append(order[start:end])
-            start, longest_with = end, length
-        longest = longest_with
-    batches.append(order[start:])
-    return tuple(batches[i] for i in rng.permutation(len(batches)))
+    for row, length in enumerate(lengths[order].tolist()):
+        if length > longest:  # as max() is, of some 10 million rows in every start
+            longest = length
+        if longest * (row - start + 1) > token_budget:
+            starts.append(row)
+            start, longest = row, length
+    return Epoch(order, np.array([*starts, len(order)]), rng.permutation(len(starts)))
 
 
 def draw_anchors(mask: NDArray[np.uint8], max_anchors: int, seed: int, epoch: int, row: int) -> NDArray[np.int64]:

@@ -1,50 +1,66 @@
-"""The token store: a dataset directory read once into flat arrays, from which batches are cut by slicing."""
+"""The token store: a dataset read once into flat arrays, from which batches are cut by slicing.
 
+The arrays are kept as files in the cache directory and mapped into memory, so that the next start reads nothing and
+a dataset may be larger than memory. Where the cache cannot be written they are held in memory.
+"""
+
+import contextlib
+import errno
+import fcntl
 import hashlib
 import json
-from collections import Counter
-from collections.abc import Iterator
+import os
+import shutil
+import zipfile
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-from dflash_agent import outputs
 from dflash_agent.words import size
 from numpy.typing import NDArray
 
+from dflash_trainer.dataset import REMEDY, Piece, data_files, pieces, rows_of
 from dflash_trainer.errors import CannotStart
 from dflash_trainer.host import free_memory
+from dflash_trainer.journal import WARNING, log
+from dflash_trainer.whole import whole_directory
 
-COLUMNS = ("input_ids", "loss_mask")
-REMEDY = "make the dataset with `dflash-train prepare`"
 SHORT = "too short, fewer than 2 tokens"
 UNSUPERVISED = "no two supervised tokens in a row"
-BYTES_PER_TOKEN, BYTES_PER_ROW = 5, 16  # token and mask; offset and origin
-BUILDING = 2  # while the parts are joined, they are there twice
-_END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"  # how an Arrow stream ends, by its format
+BYTES_PER_TOKEN = 5  # token and mask
+BUILDING = 2  # while the parts are joined in memory, they are there twice
+WORKERS = 8  # at most
+KEPT = 2  # stores in the cache: a run that changes its data may go back to the one before
+FORMAT = 1  # of the files in the cache
+TOKENS_FILE, MASK_FILE, ARRAYS_FILE, META_FILE = "tokens.int32", "loss_mask.uint8", "arrays.npz", "store.json"
+ARRAYS, NUMBERS = ("offsets", "origin", "used"), ("supervised", "fingerprint", "skipped", "cut")  # of a Survey
+
+Progress = Callable[[int, int], None]  # bytes of the files read so far, and in all
+Write = Callable[[NDArray[np.int32], NDArray[np.uint8]], Any]
 
 
 @dataclass(frozen=True, slots=True)
-class TokenStore:
-    """Sequence i is tokens[offsets[i]:offsets[i+1]]; its loss mask is 1 where a token is supervised."""
+class Survey:
+    """What is known of a dataset's rows without their tokens; rows that are left out do not count."""
 
-    tokens: NDArray[np.int32]
-    loss_mask: NDArray[np.uint8]
-    offsets: NDArray[np.int64]  # [rows + 1]
-    fingerprint: str  # sha256 of the three arrays
+    offsets: NDArray[np.int64]  # [rows + 1] sequence i is tokens[offsets[i]:offsets[i+1]]
+    origin: NDArray[np.int64]  # [rows] of the dataset, those left out counted
+    used: NDArray[np.bool_]  # [V] whether a token occurs
+    supervised: int  # tokens
+    fingerprint: str  # sha256 of the sha256 of offsets, tokens and mask
     skipped: dict[str, int]  # reason → rows left out
     cut: int  # rows that were longer than max_length
-    origin: NDArray[np.int64]  # [rows] of the data set, those left out counted
 
     def summary(self) -> str:
         """One line for people."""
-        total = len(self.tokens)
-        supervised = int(self.loss_mask.sum(dtype=np.int64))
+        total = int(self.offsets[-1])
         text = (
-            f"{len(self.offsets) - 1} rows, {total} tokens, {supervised} of them supervised "
-            f"({100 * supervised / total:.0f} %)"
+            f"{len(self.offsets) - 1} rows, {total} tokens, {self.supervised} of them supervised "
+            f"({100 * self.supervised / total:.0f} %)"
         )
         if self.cut:
             text += f"; {self.cut} rows cut to the longest length allowed"
@@ -53,59 +69,134 @@ class TokenStore:
         return text
 
 
-def load_store(directory: Path, max_length: int, vocab_size: int) -> TokenStore:
-    """Reads a directory made by datasets.save_to_disk. Raises CannotStart for data that cannot be trained on.
+@dataclass(frozen=True, slots=True)
+class TokenStore:
+    """All tokens of a dataset's rows, one after another; the mask is 1 where a token is supervised."""
+
+    tokens: NDArray[np.int32]
+    loss_mask: NDArray[np.uint8]
+    survey: Survey
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What is kept of a piece."""
+
+    tokens: NDArray[np.int32]
+    mask: NDArray[np.uint8]
+    lengths: NDArray[np.int64]
+    origin: NDArray[np.int64]
+    skipped: dict[str, int]
+    cut: int
+
+
+def load_store(
+    directory: Path, max_length: int, vocab_size: int, cache: Path, progress: Progress | None = None
+) -> TokenStore:
+    """The store of a dataset directory: as it lies in `cache`, or made there.
 
     Rows that are too short or have no two supervised tokens in a row are skipped and counted; longer ones than
-    max_length tokens are cut.
+    max_length tokens are cut. Raises CannotStart for data that cannot be trained on.
     """
-    _check_memory(directory)
-    tokens, masks, lengths = [np.empty(0, np.int32)], [np.empty(0, np.uint8)], [np.zeros(1, np.int64)]
-    origin = [np.empty(0, np.int64)]
+    place = cache / "store" / _key(data_files(directory), max_length, vocab_size)
+    try:
+        with _locked(place.parent):
+            store = _open(place)
+            if store is None:
+                _make(place, directory, max_length, vocab_size, progress)
+                store = _open(place)
+            if store is not None:
+                os.utime(place)
+                _prune(place.parent)
+                return store
+            raise OSError(errno.EIO, "what was written there does not come back")
+    except OSError as error:
+        log(
+            f"the token store cannot be kept in {place.parent}: {error.strerror or error}; it is held in memory "
+            f"and read again at the next start",
+            event="cache-failed",
+            priority=WARNING,
+        )
+    parts: list[tuple[NDArray[np.int32], NDArray[np.uint8]]] = []
+    write = _bounded(parts, directory)
+    surveyed = survey(directory, max_length, vocab_size, write, progress)
+    tokens, masks = zip(*parts, strict=True)
+    return TokenStore(np.concatenate(tokens), np.concatenate(masks), surveyed)
+
+
+def survey(
+    directory: Path, max_length: int, vocab_size: int, write: Write | None = None, progress: Progress | None = None
+) -> Survey:
+    """Reads all rows in threads and hands tokens and masks on, in order. Raises CannotStart, TryAgain."""
+    files = data_files(directory)
+    total = sum(path.stat().st_size for path in files if path.exists())
+    by_tokens, by_mask = hashlib.sha256(), hashlib.sha256()
+    lengths, origin = [np.zeros(1, np.int64)], [np.empty(0, np.int64)]
+    used = np.zeros(vocab_size, np.bool_)
     skipped: Counter[str] = Counter()
-    row = cut = 0
-    for path in _data_files(directory):
-        for batch in _record_batches(path):
-            ids, sizes = _lists(batch, "input_ids", path, row)
-            mask, mask_sizes = _lists(batch, "loss_mask", path, row)
-            _check(ids, sizes, mask_sizes, vocab_size, path, row)
-            supervised = mask != 0
-            used = np.minimum(sizes, max_length)
-            short = sizes < 2
-            pairs = _supervised_pairs(supervised, sizes, used)
-            keep = ~short & (pairs > 0)
-            within = np.arange(len(ids)) - np.repeat(np.cumsum(sizes) - sizes, sizes) < max_length
-            chosen = np.repeat(keep, sizes) & within
-            tokens.append(ids[chosen].astype(np.int32))
-            masks.append(supervised[chosen].astype(np.uint8))
-            lengths.append(used[keep])
-            origin.append(row + np.flatnonzero(keep))
-            cut += int((keep & (sizes > max_length)).sum())
-            skipped += Counter({SHORT: int(short.sum()), UNSUPERVISED: int((~short & (pairs == 0)).sum())})
-            row += len(sizes)
+    cut = supervised = 0
+    for piece, part in _in_threads(pieces(files), lambda piece: _part(piece, max_length, vocab_size)):
+        by_tokens.update(part.tokens.data)
+        by_mask.update(part.mask.data)
+        if write is not None:
+            write(part.tokens, part.mask)
+        used[part.tokens] = True
+        supervised += int(part.mask.sum(dtype=np.int64))
+        lengths.append(part.lengths)
+        origin.append(part.origin)
+        skipped += Counter(part.skipped)
+        cut += part.cut
+        if progress is not None:
+            progress(piece.bytes_read, total)
     offsets = np.cumsum(np.concatenate(lengths))
     if len(offsets) == 1:
         reasons = "; ".join(f"{count} rows {reason}" for reason, count in skipped.items()) or "it has no rows"
         raise CannotStart(f"data {directory} has no supervised text to train on: {reasons}; {REMEDY}")
-    arrays = np.concatenate(tokens), np.concatenate(masks), offsets
-    return TokenStore(*arrays, _fingerprint(*arrays), dict(skipped), cut, np.concatenate(origin))
+    parts = (hashlib.sha256(offsets.data).digest(), by_tokens.digest(), by_mask.digest())
+    fingerprint = hashlib.sha256(b"".join(parts)).hexdigest()
+    return Survey(offsets, np.concatenate(origin), used, supervised, fingerprint, dict(skipped), cut)
 
 
-def _check_memory(directory: Path) -> None:
-    """Raises CannotStart if the store would not fit into the host's memory, or into the unit's share of it."""
-    rows = tokens = 0
-    for path in _data_files(directory):
-        for batch in _record_batches(path):
-            rows += len(batch)
-            values = batch.column("input_ids")
-            tokens += len(values.flatten()) if hasattr(values, "flatten") else 0  # what is no list is refused later
-    needed = BUILDING * (tokens * BYTES_PER_TOKEN + rows * BYTES_PER_ROW)
-    free, reason = free_memory()
-    if needed > free:
-        raise CannotStart(
-            f"data {directory} needs {size(needed)} of host memory to load, and {size(free)} are free ({reason}); "
-            f"free memory, raise MemoryMax= of the unit, or train on less data"
-        )
+def _in_threads(source: Iterator[Piece], work: Callable[[Piece], _Part]) -> Iterator[tuple[Piece, _Part]]:
+    """Each piece and what work makes of it, in order; a few are under way at a time."""
+    workers = min(WORKERS, len(os.sched_getaffinity(0)))
+    under_way: deque[tuple[Piece, Future[_Part]]] = deque()
+    with ThreadPoolExecutor(workers, "token store") as pool:
+        try:
+            for piece in source:
+                under_way.append((piece, pool.submit(work, piece)))
+                if len(under_way) > 2 * workers:
+                    first, made = under_way.popleft()
+                    yield first, made.result()
+            while under_way:
+                first, made = under_way.popleft()
+                yield first, made.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _part(piece: Piece, max_length: int, vocab_size: int) -> _Part:
+    """The rows of a piece that can be trained on, cut to their longest length."""
+    rows = rows_of(piece, vocab_size)
+    sizes = rows.sizes
+    used = np.minimum(sizes, max_length)
+    short = sizes < 2
+    pairs = _supervised_pairs(rows.supervised, sizes, used)
+    keep = ~short & (pairs > 0)
+    if keep.all() and (used == sizes).all():
+        tokens, mask = rows.ids, rows.supervised
+    else:
+        within = np.arange(len(rows.ids)) - np.repeat(np.cumsum(sizes) - sizes, sizes) < max_length
+        chosen = np.repeat(keep, sizes) & within
+        tokens, mask = rows.ids[chosen], rows.supervised[chosen]
+    return _Part(
+        np.ascontiguousarray(tokens, np.int32),
+        np.ascontiguousarray(mask, np.uint8),
+        used[keep],
+        piece.first_row + np.flatnonzero(keep),
+        {SHORT: int(short.sum()), UNSUPERVISED: int((~short & (pairs == 0)).sum())},
+        int((keep & (sizes > max_length)).sum()),
+    )
 
 
 def _supervised_pairs(
@@ -119,101 +210,79 @@ def _supervised_pairs(
     return pairs
 
 
-def _check(
-    ids: NDArray[Any],
-    sizes: NDArray[np.int64],
-    mask_sizes: NDArray[np.int64],
-    vocab_size: int,
-    path: Path,
-    first_row: int,
-) -> None:
-    """Raises CannotStart at the first row whose columns differ in length or that has an impossible token."""
-    for i in np.flatnonzero(sizes != mask_sizes)[:1]:
-        raise CannotStart(
-            f"data {path}: row {first_row + i} has {sizes[i]} input_ids but {mask_sizes[i]} loss_mask entries; "
-            f"there must be one for each token; {REMEDY}"
-        )
-    for at in np.flatnonzero((ids < 0) | (ids >= vocab_size))[:1]:
-        ends = np.cumsum(sizes)
-        i = np.searchsorted(ends, at, side="right")
-        raise CannotStart(
-            f"data {path}: row {first_row + i} has token {ids[at]} at position {at - ends[i] + sizes[i]}, but the "
-            f"target's vocabulary is {vocab_size} (0 to {vocab_size - 1}); tokenize with the target's tokenizer"
-        )
+def _key(files: list[Path], max_length: int, vocab_size: int) -> str:
+    """A name for what a store is made of; other contents of a file show in its size or time of change."""
+    states = []
+    for path in files:
+        state = path.stat() if path.exists() else None
+        states.append([str(path.absolute()), state and state.st_size, state and state.st_mtime_ns])
+    return hashlib.sha256(json.dumps([FORMAT, max_length, vocab_size, states]).encode()).hexdigest()[:16]
 
 
-def _data_files(directory: Path) -> list[Path]:
-    """The Arrow files of a dataset directory, in order."""
-    splits = directory / "dataset_dict.json"
-    if splits.exists():
-        names = sorted(path.parent.name for path in directory.glob("*/state.json"))
-        raise CannotStart(
-            f"data {directory} holds several datasets ({', '.join(names)}); give the directory of one of them"
-        )
-    try:
-        state = json.loads((directory / "state.json").read_text())
-        return [directory / entry["filename"] for entry in state["_data_files"]]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        _raise_if_passing(error)
-        raise CannotStart(
-            f"data {directory} is not a dataset directory: state.json cannot be read "
-            f"({type(error).__name__}: {error}); give one made by datasets.save_to_disk, or {REMEDY}"
-        ) from error
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """One process at a time makes a store here. Raises OSError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
-def _record_batches(path: Path) -> Iterator[Any]:
-    """The record batches of an Arrow stream file. Raises CannotStart if it is not a whole one."""
-    try:
-        with path.open("rb") as file:
-            file.seek(-min(len(_END_OF_STREAM), path.stat().st_size), 2)
-            if file.read() != _END_OF_STREAM:
-                raise CannotStart(
-                    f"data {path} is cut short: {path.stat().st_size} bytes without an end mark; copy it again, or "
-                    f"{REMEDY}"
-                )
-        with pa.memory_map(str(path)) as source, pa.ipc.open_stream(source) as reader:
-            missing = [column for column in COLUMNS if column not in reader.schema.names]
-            if missing:
-                raise CannotStart(
-                    f"data {path} has no column {' and '.join(missing)}, only {', '.join(reader.schema.names)}; "
-                    f"{REMEDY}"
-                )
-            yield from reader
-    except (OSError, pa.ArrowException) as error:
-        _raise_if_passing(error)
-        detail = " ".join(str(error).split())
-        raise CannotStart(f"data {path} cannot be read: {detail}; copy it again, or {REMEDY}") from error
-
-
-def _raise_if_passing(error: Exception) -> None:
-    """Raises an error of the file system that may be gone at the next attempt."""
-    if isinstance(error, OSError) and error.errno in outputs.PASSING_ERRNOS:
-        raise error
-
-
-def _lists(batch: Any, column: str, path: Path, first_row: int) -> tuple[NDArray[Any], NDArray[np.int64]]:
-    """The values of a list column one after another, and the length of each row's."""
-    array = batch.column(column)
-    kind = array.type
-    sized = pa.types.is_fixed_size_list(kind)
-    if not (sized or pa.types.is_list(kind) or pa.types.is_large_list(kind)) or not (
-        pa.types.is_integer(kind.value_type) or pa.types.is_boolean(kind.value_type)
+def _make(place: Path, directory: Path, max_length: int, vocab_size: int, progress: Progress | None) -> None:
+    """Makes the files of a store. Raises CannotStart or OSError; nothing is left then."""
+    with (
+        whole_directory(place) as new,
+        (new / TOKENS_FILE).open("wb") as tokens_file,
+        (new / MASK_FILE).open("wb") as mask_file,
     ):
-        raise CannotStart(f"data {path}: column {column} holds {kind}, not lists of integers; {REMEDY}")
-    values = array.flatten()
-    if array.null_count or values.null_count:
-        raise CannotStart(
-            f"data {path}: column {column} has a null in rows {first_row} to {first_row + len(array) - 1}; "
-            f"remove it, or {REMEDY}"
-        )
-    if pa.types.is_boolean(kind.value_type):
-        values = values.cast(pa.uint8())
-    sizes = np.full(len(array), kind.list_size) if sized else np.diff(np.asarray(array.offsets))
-    return np.asarray(values), sizes.astype(np.int64)
+
+        def write(tokens: NDArray[np.int32], mask: NDArray[np.uint8]) -> None:
+            tokens_file.write(tokens.data)
+            mask_file.write(mask.data)
+
+        made = survey(directory, max_length, vocab_size, write, progress)
+        np.savez(new / ARRAYS_FILE, **{name: getattr(made, name) for name in ARRAYS})
+        meta = {"data": str(directory)} | {name: getattr(made, name) for name in NUMBERS}
+        (new / META_FILE).write_text(json.dumps(meta, indent=2) + "\n")
 
 
-def _fingerprint(tokens: NDArray[np.int32], mask: NDArray[np.uint8], offsets: NDArray[np.int64]) -> str:
-    digest = hashlib.sha256()
-    for array in (offsets, tokens, mask):
-        digest.update(array.data)
-    return digest.hexdigest()
+def _open(place: Path) -> TokenStore | None:
+    """A store in the cache, mapped; None if it is not there whole."""
+    try:
+        meta = json.loads((place / META_FILE).read_text())
+        with np.load(place / ARRAYS_FILE) as arrays:
+            known = Survey(**{name: arrays[name] for name in ARRAYS} | {name: meta[name] for name in NUMBERS})
+        tokens = np.memmap(place / TOKENS_FILE, np.int32, "r")
+        mask = np.memmap(place / MASK_FILE, np.uint8, "r")
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+        return None
+    if not len(tokens) == len(mask) == known.offsets[-1]:
+        return None
+    return TokenStore(np.asarray(tokens), np.asarray(mask), known)
+
+
+def _prune(folder: Path) -> None:
+    """Removes the stores used longest ago, and what a crash left; who has one mapped keeps it."""
+    folders = sorted((path for path in folder.iterdir() if path.is_dir()), key=lambda path: path.stat().st_mtime)
+    kept = [path for path in folders if not path.name.startswith(".")][-KEPT:]
+    for path in {*folders} - {*kept}:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _bounded(parts: list[tuple[NDArray[np.int32], NDArray[np.uint8]]], directory: Path) -> Write:
+    """Collects parts for as long as there is room for them; raises CannotStart when there is not."""
+    free, reason = free_memory()
+    held = 0
+
+    def write(tokens: NDArray[np.int32], mask: NDArray[np.uint8]) -> None:
+        nonlocal held
+        held += BUILDING * BYTES_PER_TOKEN * len(tokens)
+        if held > free:
+            raise CannotStart(
+                f"data {directory} needs more than {size(held)} of host memory to load, and {size(free)} are free "
+                f"({reason}); make room for it in the cache directory, free memory, raise MemoryMax= of the "
+                f"unit, or train on less data"
+            )
+        parts.append((tokens, mask))
+
+    return write

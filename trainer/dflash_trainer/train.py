@@ -16,12 +16,13 @@ from dflash_agent.words import span
 
 from dflash_trainer import autotune, checkpoint, notify
 from dflash_trainer.errors import CannotStart, TryAgain
-from dflash_trainer.inputs import claim_output, resolve
+from dflash_trainer.host import cache_directory
+from dflash_trainer.inputs import claim_output, read_data, resolve
 from dflash_trainer.journal import ERROR, INFO, WARNING, log
 from dflash_trainer.loader import Cutter
 from dflash_trainer.loss import position_weights
 from dflash_trainer.memory import PieceLimit
-from dflash_trainer.metrics import Metrics, Progress, status_line
+from dflash_trainer.metrics import Metrics, Progress, Reading, status_line
 from dflash_trainer.pipeline import pipeline
 from dflash_trainer.step import STATE_FILE, StepResult, Trainer
 from dflash_trainer.target import load_target
@@ -34,8 +35,10 @@ def train(run: RunFile, fresh: bool = False) -> None:
     stop = StopRequest()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.use_deterministic_algorithms(device.type == "cpu")
-    inputs = resolve(run)
-    log(inputs.store.summary(), event="data", priority=WARNING if inputs.store.skipped else INFO)
+    with Reading(run.data.dir) as reading:
+        store = read_data(run, cache_directory(), reading.read_so_far)
+    log(store.survey.summary(), event="data", priority=WARNING if store.survey.skipped else INFO)
+    inputs = resolve(run, store.survey)
     output = claim_output(run, inputs.identity, fresh)
     state = resume(output)
     first, total = state["step"] if state else 0, inputs.plan.total_steps
@@ -57,7 +60,7 @@ def train(run: RunFile, fresh: bool = False) -> None:
     limit = PieceLimit(output)
     trainer = Trainer(run, inputs.drafter, target, device, total, state, limit)
     cutter = Cutter(
-        store=inputs.store,
+        store=store,
         plan=inputs.plan,
         seed=run.train.seed,
         max_anchors=run.train.max_anchors,
