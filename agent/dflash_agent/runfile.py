@@ -111,7 +111,9 @@ class Target:
 class Data:
     """The tokenized completions to train on."""
 
-    dir: str = _key("--data-dir", "dataset directory with input_ids and loss_mask", _a_path, free=True)
+    dir: str = _key(
+        "--data-dir", "dataset directory: input_ids, and loss_mask, assistant_masks or labels", _a_path, free=True
+    )
     max_length: int = _key("--max-length", "tokens of a sequence that are used", _at_least(2), 4096)
 
 

@@ -1,8 +1,14 @@
 """The mask: what a block sees, in words, and the two forms of it against each other."""
 
+import itertools
+import warnings
+
 import pytest
 import torch
-from dflash_trainer.mask import dense_mask, flex_mask
+from dflash_trainer.mask import block_visibility, dense_mask, flex_mask
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 BLOCK = 4
 
@@ -40,14 +46,63 @@ def test_the_rows_of_a_batch_have_their_own_anchors() -> None:
     assert mask[1, 0, 0, :4].tolist() == [True, True, True, False]
 
 
-@pytest.mark.parametrize("context_length", [128, 200])
-def test_flex_attention_builds_the_same_mask(context_length: int) -> None:
-    anchors = torch.randint(1, context_length, (2, 40))
-    dense = dense_mask(anchors, context_length, BLOCK)[:, 0]
-    blocks = flex_mask(anchors, context_length, BLOCK)
-    tiles = blocks.to_dense()[:, 0].bool()
-    rows, columns = blocks.BLOCK_SIZE
-    padded = torch.zeros(2, tiles.shape[1] * rows, tiles.shape[2] * columns, dtype=torch.bool)
-    padded[:, : dense.shape[1], : dense.shape[2]] = dense
-    seen = padded.unflatten(1, (-1, rows)).unflatten(3, (-1, columns)).any(4).any(2)
-    assert torch.equal(tiles, seen)
+def by_torch(anchors: torch.Tensor, context_length: int, block_size: int) -> BlockMask:
+    """What torch makes of the mask by forming it whole."""
+    queries = anchors.shape[1] * block_size
+    visible = block_visibility(anchors, context_length, block_size)
+    return create_block_mask(visible, len(anchors), None, queries, context_length + queries, device="cpu")
+
+
+def tiles(mask: BlockMask) -> tuple[list[list[set[int]]], list[list[set[int]]]]:
+    """Of each row of the batch and of each row of tiles: those seen in part, and those seen whole."""
+
+    def listed(counts: torch.Tensor, indices: torch.Tensor) -> list[list[set[int]]]:
+        return [
+            [{*index[:count].tolist()} for count, index in zip(*rows, strict=True)]
+            for rows in zip(counts[:, 0], indices[:, 0], strict=True)
+        ]
+
+    assert mask.full_kv_num_blocks is not None
+    assert mask.full_kv_indices is not None
+    return listed(mask.kv_num_blocks, mask.kv_indices), listed(mask.full_kv_num_blocks, mask.full_kv_indices)
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.data())
+def test_flex_attention_gets_the_tiles_that_torch_finds_by_forming_the_whole_mask(data: st.DataObject) -> None:
+    context_length = data.draw(st.integers(1, 700), "context")
+    block_size = data.draw(st.sampled_from([1, 3, 4, 8, 16, 32]), "block")
+    blocks = data.draw(st.integers(1, 40), "blocks")
+    anchor = st.integers(0, context_length - 1)
+    rows = data.draw(
+        st.lists(st.lists(anchor, min_size=blocks, max_size=blocks), min_size=1, max_size=3), "anchors"
+    )
+    padded = data.draw(st.integers(0, blocks), "padding")
+    anchors = torch.tensor([[*sorted(row[padded:]), *[0] * padded] for row in rows])
+    ours, theirs = (make(anchors, context_length, block_size) for make in (flex_mask, by_torch))
+    (partial, whole), (least, whole_or_not) = tiles(ours), tiles(theirs)
+    for b, q in itertools.product(range(len(rows)), range(len(partial[0]))):
+        assert partial[b][q] | whole[b][q] == least[b][q] | whole_or_not[b][q]
+        assert whole[b][q] <= whole_or_not[b][q]  # a tile of keys of one block may be found whole by looking at it
+        assert not partial[b][q] & whole[b][q]
+    assert ours.seq_lengths == theirs.seq_lengths
+    q_ours, q_theirs = (
+        m.q_num_blocks + (0 if m.full_q_num_blocks is None else m.full_q_num_blocks) for m in (ours, theirs)
+    )
+    assert torch.equal(q_ours, q_theirs)
+
+
+@pytest.mark.parametrize(("context_length", "block_size"), [(128, 4), (200, 4), (300, 7), (513, 16)])
+def test_flex_attention_gives_what_dense_attention_gives(context_length: int, block_size: int) -> None:
+    torch.manual_seed(0)
+    anchors = torch.randint(1, context_length, (2, 40)).sort().values
+    anchors[1, 30:] = 0
+    queries = 40 * block_size
+    q, k, v = (torch.randn(2, 2, n, 16) for n in (queries, *[context_length + queries] * 2))
+    mask = flex_mask(anchors, context_length, block_size)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it is slow when not compiled
+        ours = flex_attention(q, k, v, block_mask=mask)
+    dense = dense_mask(anchors, context_length, block_size)
+    theirs = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=dense)
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)

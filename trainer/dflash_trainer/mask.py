@@ -10,7 +10,9 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from torch.nn.attention.flex_attention import BlockMask
+
+TILE = 128  # queries and keys
 
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -45,14 +47,40 @@ def dense_mask(anchors: Tensor, context_length: int, block_size: int) -> Tensor:
 
 
 def flex_mask(anchors: Tensor, context_length: int, block_size: int) -> BlockMask:
-    """The same mask for FlexAttention, which skips the tiles that nobody sees."""
-    batch, blocks = anchors.shape
-    queries = blocks * block_size
-    return create_block_mask(
-        block_visibility(anchors, context_length, block_size),
-        batch,
-        None,
-        queries,
-        context_length + queries,
-        device=str(anchors.device),
+    """The same mask for FlexAttention, which skips tiles that nobody sees and does not look into those all see.
+
+    Made tile by tile from the least and the greatest anchor of a tile's queries: create_block_mask() would form the
+    whole grid of queries and keys first, 8192 × 16384 a sequence. Nothing here waits for the GPU.
+    """
+    queries = anchors.shape[1] * block_size
+    keys = context_length + queries
+    rows, columns = _ceil(queries, TILE), _ceil(keys, TILE)
+    device = anchors.device
+    query = torch.arange(rows * TILE, device=device).clamp(max=queries - 1).view(rows, TILE)
+    of_query = anchors[:, query // block_size]  # [B, rows, TILE]
+    least, greatest = of_query.amin(-1)[..., None], of_query.amax(-1)[..., None]  # [B, rows, 1]
+    begin = torch.arange(columns, device=device) * TILE
+    end = begin + TILE
+    whole = (torch.arange(1, rows + 1, device=device) * TILE <= queries)[:, None]
+    seen_by_all = (end <= least) & (end <= context_length) & whole
+    own_begin = context_length + query[:, :1] // block_size * block_size  # [rows, 1]
+    own_end = context_length + (query[:, -1:] // block_size + 1) * block_size
+    seen_by_some = ((begin < greatest) & (begin < context_length)) | ((begin < own_end) & (end > own_begin))
+    partial = seen_by_some & ~seen_by_all
+    return BlockMask.from_kv_blocks(
+        *_listed(partial),
+        *_listed(seen_by_all),
+        BLOCK_SIZE=TILE,
+        mask_mod=block_visibility(anchors, context_length, block_size),
+        seq_lengths=(queries, keys),
     )
+
+
+def _ceil(length: int, tile: int) -> int:
+    return -(-length // tile)
+
+
+def _listed(tiles: Tensor) -> tuple[Tensor, Tensor]:
+    """How many of each row are marked in [B, rows, columns], and an order with those first; one for all heads."""
+    order = tiles.to(torch.int8).sort(dim=-1, descending=True, stable=True).indices
+    return tiles.sum(-1, dtype=torch.int32)[:, None], order.to(torch.int32)[:, None]
