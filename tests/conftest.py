@@ -7,11 +7,16 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import hypothesis
 import numpy as np
 import pytest
 import torch
 from dflash_trainer import store as stores
 from dflash_trainer.store import TokenStore
+
+# A time limit on an example measures how busy the machine is.
+hypothesis.settings.register_profile("no deadline", deadline=None)
+hypothesis.settings.load_profile("no deadline")
 
 VOCABULARY = 96
 MASK_TOKEN = 95

@@ -20,6 +20,7 @@ RUNS_DIR = Path("/etc/dflash/runs")
 STATE_DIR = Path("/var/lib/dflash/runs")
 RUN_NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,47}")
 DTYPES = ("auto", "float32", "bfloat16")
+SLOW_KERNELS = ("refuse", "allow")
 ON_DIRTY = ("wait", "fail", "reap")
 ALL_GPUS, NO_GPUS = "auto", "none"
 _DEVICE = re.compile(r"\d{1,3}|GPU-[0-9a-fA-F-]{4,}|(?:[0-9a-fA-F]{4,8}:)?[0-9a-fA-F]{2}:[0-9a-fA-F]{2}(?:\.0)?")
@@ -77,6 +78,10 @@ def _on_dirty(value: str) -> str | None:
     return None if value in ON_DIRTY else f"must be one of {', '.join(ON_DIRTY)}"
 
 
+def _slow_kernels(value: str) -> str | None:
+    return None if value in SLOW_KERNELS else f"must be one of {', '.join(SLOW_KERNELS)}"
+
+
 def _a_span(value: str) -> str | None:
     rest = _SPAN.sub("", value)
     return None if value.strip() and not rest.strip() else "must be a time like 90s, 2min or 1h 30min"
@@ -104,6 +109,13 @@ class Target:
     model: str = _key("--target-model", "Hugging Face directory of the target", _a_path, free=True)
     dtype: str = _key(
         "--target-dtype", "auto (bfloat16 on a GPU, float32 on a CPU), float32 or bfloat16", _a_dtype, "auto"
+    )
+    slow_kernels: str = _key(
+        "--slow-kernels",
+        "whether a GPU may run linear attention without flash-linear-attention: refuse or allow",
+        _slow_kernels,
+        "refuse",
+        free=True,
     )
 
 

@@ -1,5 +1,8 @@
 """How much memory may still be taken: of the host, and of each cgroup above this process."""
 
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -49,3 +52,23 @@ def test_cgroups_of_version_1_have_no_say(unit: Path) -> None:
     limit(unit, GIB, GIB, cached=0)
     host.CGROUP.write_text("1:name=systemd:/dflash.slice\n")
     assert host.free_memory()[0] == 8 * GIB
+
+
+def test_the_age_of_a_process_counts_from_its_start() -> None:
+    code = (
+        f"import sys; sys.path[:] = {sys.path!r}; from dflash_trainer.host import process_age; print(process_age())"
+    )
+    before = time.monotonic()
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert 0 < float(told) < time.monotonic() - before + 0.02  # the kernel counts in ticks
+
+
+def test_the_cache_is_the_units_and_else_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CACHE_DIRECTORY", "/var/cache/dflash/run1:/var/cache/other")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/home/a/.cache-of-a")
+    assert host.cache_directory() == Path("/var/cache/dflash/run1")
+    monkeypatch.delenv("CACHE_DIRECTORY")
+    assert host.cache_directory() == Path("/home/a/.cache-of-a/dflash")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", "/home/b")
+    assert host.cache_directory() == Path("/home/b/.cache/dflash")

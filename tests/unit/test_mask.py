@@ -67,7 +67,7 @@ def tiles(mask: BlockMask) -> tuple[list[list[set[int]]], list[list[set[int]]]]:
     return listed(mask.kv_num_blocks, mask.kv_indices), listed(mask.full_kv_num_blocks, mask.full_kv_indices)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(st.data())
 def test_flex_attention_gets_the_tiles_that_torch_finds_by_forming_the_whole_mask(data: st.DataObject) -> None:
     context_length = data.draw(st.integers(1, 700), "context")

@@ -63,3 +63,11 @@ def test_anchors_are_drawn_anew_every_epoch_and_every_sequence_has_its_own_limit
     assert first != next_epoch
     assert first != other_row
     assert len(first) == len(other_row) == 16
+
+
+def test_the_share_of_padding_is_that_of_the_batches() -> None:
+    lengths = np.random.default_rng(0).integers(2, 3000, 500)
+    epoch = plan_epoch(lengths, 8192, 0, 0)
+    positions = sum(len(rows) * int(lengths[rows].max()) for rows in epoch)
+    assert epoch.padding(lengths) == pytest.approx(1 - lengths.sum() / positions)
+    assert 0 < epoch.padding(lengths) < 0.25

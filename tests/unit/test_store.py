@@ -19,7 +19,7 @@ from dflash_trainer import dataset
 from dflash_trainer import store as stores
 from dflash_trainer.errors import CannotStart
 from dflash_trainer.store import SHORT, UNSUPERVISED, TokenStore
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pyarrow import parquet
 
@@ -70,7 +70,6 @@ a_row = st.lists(st.tuples(st.integers(0, VOCABULARY - 1), st.integers(0, 1)), m
 )
 
 
-@settings(deadline=None)
 @given(st.lists(st.lists(a_row, max_size=5), min_size=1, max_size=4), st.integers(1, 9), st.booleans())
 def test_any_rows_give_what_reading_them_one_by_one_gives(
     tmp_path_factory: pytest.TempPathFactory, chunks: list[Rows], max_length: int, large: bool

@@ -1,19 +1,24 @@
 """The frozen target: the right states, no more layers than needed, and the mask token."""
 
 import json
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from conftest import make_target
 from dflash_trainer.errors import CannotStart
 from dflash_trainer.target import (
+    check_kernels,
     choose_mask_token,
+    kernels,
     load_causal_lm,
     load_target,
     read_config,
     target_fingerprint,
 )
+from safetensors.torch import load_file, save_file
 
 CPU = torch.device("cpu")
 
@@ -30,6 +35,74 @@ def test_tapped_states_are_the_states_after_those_layers(model_type: str, tmp_pa
     torch.testing.assert_close(target.states(ids), torch.cat((reference[1], reference[3]), dim=-1))
     assert torch.equal(target.head, whole.get_output_embeddings().weight)
     assert not target.head.requires_grad
+
+
+def make_multimodal_target(directory: Path) -> Any:
+    """A tiny model as Qwen3.6 is published: a vision tower around a hybrid text model, head and embedding apart."""
+    from transformers.models.qwen3_5 import Qwen3_5Config, Qwen3_5ForConditionalGeneration
+
+    text = make_target(directory / "text", "qwen3_5_text")
+    sizes = json.loads((text / "config.json").read_text()) | {"tie_word_embeddings": False}
+    vision = {
+        "depth": 1,
+        "hidden_size": 32,
+        "num_heads": 2,
+        "intermediate_size": 32,
+        "out_hidden_size": 32,
+        "patch_size": 4,
+        "num_position_embeddings": 16,
+    }
+    torch.manual_seed(0)
+    config = Qwen3_5Config(text_config=sizes, vision_config=vision, tie_word_embeddings=False)
+    model = Qwen3_5ForConditionalGeneration(config)
+    model.save_pretrained(directory / "whole", max_shard_size="50KB")
+    return model.eval()
+
+
+def test_of_a_multimodal_model_the_text_part_is_loaded_as_far_as_it_is_tapped(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    whole = make_multimodal_target(tmp_path)
+    assert len(list((tmp_path / "whole").glob("*.safetensors"))) > 2
+    ids = torch.randint(3, 90, (2, 12))
+    with torch.no_grad():
+        reference = whole(input_ids=ids, output_hidden_states=True).hidden_states
+    capfd.readouterr()
+    target = load_target(tmp_path / "whole", (0, 2), CPU, torch.float32)
+    torch.testing.assert_close(target.states(ids), torch.cat((reference[1], reference[3]), dim=-1))
+    assert torch.equal(target.head, whole.lm_head.weight)
+    assert torch.equal(target.embedding, whole.get_input_embeddings().weight)
+    names = {name for name, _ in target.decoder.named_parameters()}
+    assert not [name for name in names if "visual" in name or name.startswith(("layers.3", "norm"))]
+    assert "UNEXPECTED" not in "".join(capfd.readouterr())
+
+
+def test_a_weight_that_is_missing_is_refused_and_not_made_up(tmp_path: Path) -> None:
+    directory = make_target(tmp_path / "t")
+    weights = load_file(directory / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    for changed in ({name: weights[name][:-1].clone()}, {}):
+        others = {other: weight for other, weight in weights.items() if other != name}
+        save_file(others | changed, directory / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(CannotStart, match=rf"target .*{re.escape(name)}") as caught:
+            load_target(directory, (0, 1), CPU, torch.float32)
+        assert "\n" not in str(caught.value)
+    load_target(directory, (0,), CPU, torch.float32)  # which does not need it
+
+
+def test_which_kernels_do_the_work_is_known_and_a_gpu_without_those_of_linear_attention_is_refused(
+    target_dir: Path, tmp_path: Path
+) -> None:
+    plain = kernels(load_target(target_dir, (1,), CPU, torch.float32).decoder)
+    assert plain == {"attention": "sdpa"}
+    hybrid = kernels(load_target(make_target(tmp_path / "t", "qwen3_5_text"), (1,), CPU, torch.float32).decoder)
+    assert hybrid == {"attention": "sdpa", "delta rule": "torch", "convolution": "torch"}
+    gpu = torch.device("cuda", 0)
+    with pytest.raises(CannotStart, match=r"flash-linear-attention cannot be imported; install it"):
+        check_kernels(hybrid, gpu, slow_allowed=False)
+    for found, device, allowed in ((hybrid, gpu, True), (hybrid, CPU, False), (plain, gpu, False)):
+        check_kernels(found, device, allowed)
+    check_kernels(hybrid | {"delta rule": "fla"}, gpu, slow_allowed=False)
 
 
 def test_the_state_after_the_last_layer_is_taken_before_the_final_norm(target_dir: Path) -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import select
 import signal
 import socket
@@ -84,6 +85,19 @@ def wait_for(notified: socket.socket, wanted: str) -> list[str]:
 
 def drafter_of(output: Path) -> dict[str, object]:
     return {name: tensor.tolist() for name, tensor in load_file(output / "drafter" / "model.safetensors").items()}
+
+
+def test_the_start_is_timed_by_its_parts_and_says_what_is_loaded(train_flags: Flags) -> None:
+    done = train(train_flags(max_steps=2))
+    assert done.returncode == 0, done.stderr
+    (line,) = (line for line in done.stderr.splitlines() if line.startswith("training: the first step, 1 of 2"))
+    parts = re.findall(r"(imports|data|target|drafter|first step) (\d+\.\d) s", line)
+    assert [part for part, _ in parts] == ["imports", "data", "target", "drafter", "first step"]
+    whole = re.search(r"is done; (\d+\.\d) s since the process began", line)
+    assert whole
+    assert sum(float(seconds) for _, seconds in parts) == pytest.approx(float(whole[1]), abs=0.3)  # each is rounded
+    assert re.search(r"^2 steps in 1 epochs, \d+\.\d % of a batch is padding$", done.stderr, re.MULTILINE)
+    assert "target loaded, 2 of 4 layers, as far as they are tapped; attention by sdpa" in done.stderr
 
 
 def test_a_run_trains_saves_and_exits_0(train_flags: Flags, tmp_path: Path) -> None:

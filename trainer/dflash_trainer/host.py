@@ -4,6 +4,7 @@ Source: proc(5), cgroups(7), the kernel's cgroup-v2; systemd.exec(5), the XDG Ba
 """
 
 import os
+import time
 from pathlib import Path
 
 MEMINFO, CGROUP, CGROUPS = Path("/proc/meminfo"), Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
@@ -15,6 +16,12 @@ def free_memory() -> tuple[int, str]:
     host = next(int(words[1]) << 10 for words in lines if words[0] == "MemAvailable:")
     bounds = [(host, "MemAvailable of the host"), *_cgroup_bounds()]
     return min(bounds)
+
+
+def process_age() -> float:
+    """Seconds since this process was started."""
+    started = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])  # field 22, in ticks
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK")
 
 
 def cache_directory() -> Path:

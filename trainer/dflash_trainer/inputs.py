@@ -65,6 +65,12 @@ def resolve(run: RunFile, data: Survey) -> Inputs:
     )
 
 
+def plan_line(plan: Plan, data: Survey) -> str:
+    """The plan in words."""
+    padding = plan.epochs[0].padding(np.diff(data.offsets))
+    return f"{plan.total_steps} steps in {len(plan.epochs)} epochs, {100 * padding:.1f} % of a batch is padding"
+
+
 def drafter_config(run: RunFile, target: Any, mask_token_id: int) -> DrafterConfig:
     """The drafter that a run asks for; every size that it leaves open is the target's.
 
@@ -172,7 +178,7 @@ def check(run: RunFile) -> Iterable[Finding]:
     yield Finding(
         "config",
         "ok",
-        f"plan: {inputs.plan.total_steps} steps in {len(inputs.plan.epochs)} epochs; drafter of "
+        f"plan: {plan_line(inputs.plan, data)}; drafter of "
         f"{sizes.num_hidden_layers} layers on target layers {', '.join(map(str, sizes.target_layer_ids))}, "
         f"block {sizes.block_size}, mask token {sizes.mask_token_id}",
     )

@@ -24,6 +24,12 @@ class Epoch:
     def __len__(self) -> int:
         return len(self.sequence)
 
+    def padding(self, lengths: NDArray[np.int64]) -> float:
+        """The share of the batches' positions that is padding; lengths [rows] in tokens."""
+        of_rows = lengths[self.rows]
+        positions = np.maximum.reduceat(of_rows, self.starts[:-1]) * np.diff(self.starts)
+        return 1 - int(of_rows.sum()) / int(positions.sum())
+
     def __getitem__(self, index: int) -> NDArray[np.int64]:
         batch = self.sequence[index]
         return self.rows[self.starts[batch] : self.starts[batch + 1]]

@@ -1,7 +1,12 @@
 """The frozen target: its tapped hidden states, its embedding and its head."""
 
+import contextlib
 import hashlib
+import inspect
 import json
+import logging
+import sys
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,9 +15,15 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from dflash_trainer.errors import CannotStart
+from dflash_trainer.errors import CannotStart, is_out_of_memory
 
 SAMPLE_BYTES = 1 << 20
+DELTA_RULE = "delta rule"
+CHOICE = "implementation"  # what transformers' wrapper of such a function calls the one that it chose
+LINEAR_ATTENTION = {  # names of these functions in transformers' modules
+    DELTA_RULE: ("torch_chunk_gated_delta_rule", "chunk_gated_delta_rule"),
+    "convolution": ("causal_conv1d_fn",),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,34 +70,114 @@ def read_config(directory: Path) -> Any:
         ) from error
 
 
-def load_causal_lm(directory: Path, device: torch.device, dtype: torch.dtype) -> Any:
-    """The whole target as a transformers model, frozen. Raises CannotStart if it cannot be loaded."""
+def load_causal_lm(directory: Path, device: torch.device, dtype: torch.dtype, layers: int | None = None) -> Any:
+    """The target's text model, frozen, or its first layers only; each tensor goes from its file to the device.
+
+    What else a multimodal model holds is left in the files. Raises CannotStart if it cannot be loaded, also for
+    want of a weight, which transformers would make up.
+    """
     from transformers import AutoModelForCausalLM
 
+    config = read_config(directory)
+    if layers is not None:
+        _keep_layers(config, layers)
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, local_files_only=True)
+        with _quiet("transformers"):  # the weights that are left out on purpose fill pages
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                directory,
+                config=config,
+                dtype=dtype,
+                device_map={"": device},
+                local_files_only=True,
+                ignore_mismatched_sizes=True,  # they are in the report, by name
+                output_loading_info=True,
+            )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        if isinstance(error, torch.OutOfMemoryError):
+        if is_out_of_memory(error):
             raise
         detail = " ".join(str(error).split())[:300]
         raise CannotStart(
             f"target {directory} cannot be loaded: {detail}; check it with `dflashctl verify`"
         ) from error
-    model.to(device)
+    model, report = loaded
+    bad = sorted({*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])})
+    if bad:
+        raise CannotStart(
+            f"target {directory}: {len(bad)} weights are missing or of another shape, such as {bad[0]}; copy it "
+            f"again"
+        )
     return model.eval().requires_grad_(False)
 
 
+@contextlib.contextmanager
+def _quiet(library: str) -> Iterator[None]:
+    """Without a library's warnings."""
+    logger = logging.getLogger(library)
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _keep_layers(config: Any, layers: int) -> None:
+    """Shortens a configuration, and what it lists for each layer."""
+    before = int(config.num_hidden_layers)
+    for name, value in vars(config).items():
+        if isinstance(value, list) and len(value) == before:
+            setattr(config, name, value[:layers])
+    config.num_hidden_layers = layers
+
+
 def load_target(directory: Path, layer_ids: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Target:
-    """The target cut after its last tapped layer. Raises CannotStart for one that a drafter cannot use."""
-    model = load_causal_lm(directory, device, dtype)
+    """The target up to its last tapped layer. Raises CannotStart for one that a drafter cannot use."""
+    model = load_causal_lm(directory, device, dtype, max(layer_ids) + 1)
     head = model.get_output_embeddings()
     if head.bias is not None:
         raise CannotStart(f"target {directory}: its LM head has a bias, which a DFlash checkpoint cannot express")
     decoder = model.get_decoder()
-    taps = tuple(decoder.layers[i] for i in layer_ids)
-    decoder.layers = decoder.layers[: max(layer_ids) + 1]
     decoder.norm = nn.Identity()
+    taps = tuple(decoder.layers[i] for i in layer_ids)
     return Target(decoder, taps, model.get_input_embeddings().weight, head.weight)
+
+
+def kernels(decoder: nn.Module) -> dict[str, str]:
+    """Which package does what in a target's layers; "torch" is the slow path of linear attention.
+
+    Found where transformers keeps its choice: a function in the module of the layer's class, or one that it wraps.
+    """
+    found = {"attention": str(getattr(decoder.config, "_attn_implementation", "unknown"))}
+    for module in {sys.modules[type(part).__module__] for part in decoder.modules()}:
+        for title, names in LINEAR_ATTENTION.items():
+            for name in names:
+                if name in vars(module):
+                    found[title] = _package(vars(module)[name])
+    return found
+
+
+def _package(function: Any) -> str:
+    """The package that a function of transformers' in the end calls."""
+    if function is None:  # how versions before 5 say that there is none
+        return "torch"
+    chosen = inspect.getclosurevars(inspect.unwrap(function, stop=_is_choice)).nonlocals.get(
+        "implementation", function
+    )
+    package = str(chosen.__module__).partition(".")[0]
+    return "torch" if package == "transformers" else package
+
+
+def _is_choice(function: Any) -> bool:
+    return "implementation" in inspect.getclosurevars(function).nonlocals
+
+
+def check_kernels(found: Mapping[str, str], device: torch.device, slow_allowed: bool) -> None:
+    """Raises CannotStart if a GPU would run linear attention without kernels for it."""
+    if device.type == "cuda" and found.get(DELTA_RULE) == "torch" and not slow_allowed:
+        raise CannotStart(
+            "the target has Gated DeltaNet layers and no kernels for them: flash-linear-attention cannot be "
+            'imported; install it, or set slow_kernels = "allow" in [target], which makes a step many times as long'
+        )
 
 
 def target_fingerprint(directory: Path) -> str:

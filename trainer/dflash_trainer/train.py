@@ -16,8 +16,8 @@ from dflash_agent.words import span
 
 from dflash_trainer import autotune, checkpoint, notify
 from dflash_trainer.errors import CannotStart, TryAgain
-from dflash_trainer.host import cache_directory
-from dflash_trainer.inputs import claim_output, read_data, resolve
+from dflash_trainer.host import cache_directory, process_age
+from dflash_trainer.inputs import claim_output, plan_line, read_data, resolve
 from dflash_trainer.journal import ERROR, INFO, WARNING, log
 from dflash_trainer.loader import Cutter
 from dflash_trainer.loss import position_weights
@@ -25,7 +25,7 @@ from dflash_trainer.memory import PieceLimit
 from dflash_trainer.metrics import Metrics, Progress, Reading, status_line
 from dflash_trainer.pipeline import pipeline
 from dflash_trainer.step import STATE_FILE, StepResult, Trainer
-from dflash_trainer.target import load_target
+from dflash_trainer.target import check_kernels, kernels, load_target
 
 EXTENSION = 120.0  # seconds
 
@@ -33,12 +33,15 @@ EXTENSION = 120.0  # seconds
 def train(run: RunFile, fresh: bool = False) -> None:
     """Trains until the last step or SIGTERM. Raises CannotStart, TryAgain, or what a stage raised."""
     stop = StopRequest()
+    phases = Phases()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.use_deterministic_algorithms(device.type == "cpu")
     with Reading(run.data.dir) as reading:
         store = read_data(run, cache_directory(), reading.read_so_far)
     log(store.survey.summary(), event="data", priority=WARNING if store.survey.skipped else INFO)
     inputs = resolve(run, store.survey)
+    log(plan_line(inputs.plan, store.survey), event="plan", steps=inputs.plan.total_steps)
+    phases.ended("data")
     output = claim_output(run, inputs.identity, fresh)
     state = resume(output)
     first, total = state["step"] if state else 0, inputs.plan.total_steps
@@ -57,8 +60,15 @@ def train(run: RunFile, fresh: bool = False) -> None:
     if device.type == "cuda":
         autotune.make_thread_safe()
     target = load_target(Path(run.target.model), inputs.drafter.target_layer_ids, device, target_dtype(run, device))
+    found = kernels(target.decoder)
+    depth, layers = max(inputs.drafter.target_layer_ids) + 1, inputs.drafter.num_target_layers
+    by = ", ".join(f"{work} by {package}" for work, package in found.items())
+    log(f"target loaded, {depth} of {layers} layers, as far as they are tapped; {by}", event="loaded")
+    check_kernels(found, device, run.target.slow_kernels == "allow")
+    phases.ended("target")
     limit = PieceLimit(output)
     trainer = Trainer(run, inputs.drafter, target, device, total, state, limit)
+    phases.ended("drafter")
     cutter = Cutter(
         store=store,
         plan=inputs.plan,
@@ -90,7 +100,13 @@ def train(run: RunFile, fresh: bool = False) -> None:
                 metrics.row(row | counts | {"save_wait_s": round(saver.waited, 3), "stages": line.stage_seconds()})
             if step == first + 1:
                 notify.ready()
-                log(f"training: the first step, {step} of {total}, is done", event="training", step=step)
+                phases.ended("first step")
+                log(
+                    f"training: the first step, {step} of {total}, is done; {phases}",
+                    event="training",
+                    step=step,
+                    **phases.fields(),
+                )
             progress.advance_to(step, result.loss)
             if step == total or stop.requested:
                 break
@@ -170,6 +186,27 @@ def sign_of_life(watchdog: notify.Watchdog) -> None:
     """The loop waits for a save that makes progress: neither the watchdog nor the time for a stop runs out."""
     watchdog.alive()
     notify.extend_timeout(EXTENSION)
+
+
+class Phases:
+    """How long the parts of a start took, one after another, from the start of the process on."""
+
+    def __init__(self) -> None:
+        self._parts = {"imports": process_age()}
+        self._since = time.monotonic()
+
+    def ended(self, part: str) -> None:
+        """A part has just ended."""
+        now = time.monotonic()
+        self._parts[part], self._since = now - self._since, now
+
+    def fields(self) -> dict[str, Any]:
+        """For the journal: seconds by part."""
+        return {f"{part.replace(' ', '_')}_s": round(seconds, 3) for part, seconds in self._parts.items()}
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{part} {seconds:.1f} s" for part, seconds in self._parts.items())
+        return f"{sum(self._parts.values()):.1f} s since the process began: {parts}"
 
 
 class StopRequest:
