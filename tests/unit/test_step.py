@@ -65,11 +65,11 @@ def small_gpu(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     tries: list[int] = []
     real = step_module.block_loss
 
-    def loss(drafter: Any, target: Any, batch: Any, context: Any, whole: Any) -> Any:
+    def loss(drafter: Any, target: Any, batch: Any, context: Any) -> Any:
         tries.append(len(context))
         if len(context) > 2:
             raise torch.OutOfMemoryError(OUT_OF_MEMORY)
-        return real(drafter, target, batch, context, whole)
+        return real(drafter, target, batch, context)
 
     monkeypatch.setattr(step_module, "block_loss", loss)
     return tries

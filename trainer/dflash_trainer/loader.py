@@ -1,7 +1,6 @@
 """One batch, cut out of the token store by slicing: the same for the same step, whoever cuts it."""
 
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import torch
@@ -13,7 +12,10 @@ from dflash_trainer.store import TokenStore
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Rows of one optimizer step, padded to the longest; B rows, T tokens, N blocks of S positions a row."""
+    """Rows of one optimizer step, padded to the longest; B rows, T tokens, N blocks of S positions a row.
+
+    M positions are trained. Which ones is known here, on the host: to ask a GPU for them would wait for it.
+    """
 
     step: int
     epoch: int
@@ -23,16 +25,24 @@ class Batch:
     anchors: Tensor  # [B, N] int64; 0 for a padding block
     block_ids: Tensor  # [B, N·S] int64: anchor token, mask, mask, …
     positions: Tensor  # [B, N·S] int64: of each in its sequence
-    labels: Tensor  # [B, N·S] int64
-    weights: Tensor  # [B, N·S] float32: zero where nothing is trained
+    trained: Tensor  # [M] int64: where in [B, N·S], flattened; ascending
+    labels: Tensor  # [M] int64
+    weights: Tensor  # [M] float32, above zero
+    ends: tuple[int, ...]  # [B + 1] row i's are those from ends[i] to ends[i+1]
+    total_weight: float  # of all rows of the step
 
     def rows(self, begin: int, end: int) -> "Batch":
-        """Some of its rows; a view."""
-        parts: dict[str, Any] = {}
-        for f in fields(self):
-            value = getattr(self, f.name)
-            parts[f.name] = value[begin:end] if isinstance(value, (Tensor, tuple)) else value
-        return Batch(**parts)
+        """Some of its rows, out of the same step."""
+        first, last = self.ends[begin], self.ends[end]
+        by_row = ("row_ids", "input_ids", "anchors", "block_ids", "positions")
+        return replace(
+            self,
+            **{name: getattr(self, name)[begin:end] for name in by_row},
+            trained=self.trained[first:last] - begin * self.block_ids.shape[1],
+            labels=self.labels[first:last],
+            weights=self.weights[first:last],
+            ends=tuple(at - first for at in self.ends[begin : end + 1]),
+        )
 
     def to(self, device: torch.device) -> "Batch":
         """The batch on a device; the copy does not wait for the host."""
@@ -88,6 +98,7 @@ class Cutter:
             block_ids[i, : len(own), 0] = tokens[own]
         positions = anchors[:, :, None] + np.arange(size)
         flat = (len(rows), blocks * size)
+        trained = np.flatnonzero(weights)
         return Batch(
             step=step,
             epoch=epoch,
@@ -97,6 +108,9 @@ class Cutter:
             anchors=torch.from_numpy(anchors),
             block_ids=torch.from_numpy(block_ids.reshape(flat)),
             positions=torch.from_numpy(positions.reshape(flat)),
-            labels=torch.from_numpy(labels.reshape(flat)),
-            weights=torch.from_numpy(weights.reshape(flat)),
+            trained=torch.from_numpy(trained),
+            labels=torch.from_numpy(labels.reshape(-1)[trained]),
+            weights=torch.from_numpy(weights.reshape(-1)[trained]),
+            ends=tuple(np.searchsorted(trained, np.arange(len(rows) + 1) * blocks * size).tolist()),
+            total_weight=float(weights.sum()),
         )

@@ -92,18 +92,16 @@ class Trainer:
         """Adds up the gradient of a batch's loss, in pieces if need be; loss and accuracy."""
         batch = tapped.batch
         rows, length = batch.input_ids.shape
-        whole = batch.weights[batch.weights > 0]
 
         def work(begin: int, end: int) -> tuple[Tensor, Tensor]:
             with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
-                loss, correct = block_loss(
-                    self.drafter, self.target, batch.rows(begin, end), tapped.context[begin:end], whole.sum()
-                )
+                piece = batch if end - begin == rows else batch.rows(begin, end)
+                loss, correct = block_loss(self.drafter, self.target, piece, tapped.context[begin:end])
             loss.backward()  # type: ignore[no-untyped-call]
             return loss.detach(), correct.sum()
 
         parts = self.limit.in_pieces(rows, length, work, self.optimizer.zero_grad, step)
-        return sum_of([loss for loss, _ in parts]), sum_of([correct for _, correct in parts]) / len(whole)
+        return sum_of([loss for loss, _ in parts]), sum_of([correct for _, correct in parts]) / len(batch.labels)
 
     def _skip(self, step: int, batch: Batch, result: StepResult) -> None:
         self.skipped += 1
@@ -138,23 +136,20 @@ class Trainer:
         return write
 
 
-def block_loss(
-    drafter: Drafter, target: Target, batch: Batch, context: Tensor, whole: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Weighted mean cross-entropy of a batch's blocks, and which trained positions are predicted right (bool).
+def block_loss(drafter: Drafter, target: Target, batch: Batch, context: Tensor) -> tuple[Tensor, Tensor]:
+    """Weighted cross-entropy of a batch's blocks, and which trained positions are predicted right (bool).
 
-    context [B, T, n·H]. Only positions with a weight go through the head. `whole`: the sum of the weights that the
-    mean is over, if the batch is only a piece; the loss is a differentiable scalar.
+    context [B, T, n·H]. Only trained positions go through the head. The loss is a differentiable scalar: the mean
+    over all weights of the step, or a part of it if the batch is only a piece of the step's.
     """
     make_mask = flex_mask if context.is_cuda else dense_mask
     size = batch.block_ids.shape[1] // batch.anchors.shape[1]
     mask = make_mask(batch.anchors, context.shape[1], size)
     noise = F.embedding(batch.block_ids, target.embedding)
     hidden = drafter(noise, batch.positions, context, mask)
-    trained = batch.weights > 0
-    weights = batch.weights[trained]
-    loss, correct = weighted_cross_entropy(hidden[trained], target.head, batch.labels[trained], weights)
-    return loss / (weights.sum() if whole is None else whole), correct
+    hidden = hidden.flatten(0, 1).index_select(0, batch.trained)
+    loss, correct = weighted_cross_entropy(hidden, target.head, batch.labels, batch.weights)
+    return loss / batch.total_weight, correct
 
 
 def sum_of(parts: list[Tensor]) -> Tensor:
