@@ -93,7 +93,7 @@ def test_a_batch_that_does_not_fit_into_the_gpu_is_done_in_pieces_with_the_same_
             total = torch.cuda.get_device_properties(gpu).total_memory
             torch.cuda.set_per_process_memory_fraction((before + share * peak) / total)
         try:
-            result = trainer.step(1, states)
+            result = trainer.settle(trainer.step(1, states))
         finally:
             torch.cuda.set_per_process_memory_fraction(1.0)
         peak = torch.cuda.max_memory_reserved() - before

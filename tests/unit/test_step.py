@@ -1,5 +1,6 @@
 """One optimizer step: memory that does not suffice, and losses that are not finite."""
 
+import copy
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from dflash_trainer.loss import position_weights
 from dflash_trainer.memory import PieceLimit
 from dflash_trainer.pipeline import Tapped, tap_in_pieces
 from dflash_trainer.plan import make_plan
-from dflash_trainer.step import NOT_FINITE_LIMIT, Trainer
+from dflash_trainer.step import NOT_FINITE_LIMIT, StepResult, Trainer
 from dflash_trainer.target import Target, load_target, read_config
 
 CPU = torch.device("cpu")
@@ -59,6 +60,10 @@ def tapped(cutter: Cutter, target: Target, limit: PieceLimit, step: int = 0) -> 
     return Tapped(batch, tap_in_pieces(target, batch, limit), None)
 
 
+def stepped(mine: Trainer, step: int, batch: Tapped) -> StepResult:
+    return mine.settle(mine.step(step, batch))
+
+
 @pytest.fixture
 def small_gpu(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """A drafter whose loss fits for two rows at most; the rows of each try."""
@@ -82,12 +87,12 @@ def test_a_batch_that_does_not_fit_is_done_in_pieces_with_the_same_result(
     batch = tapped(cutter, target, PieceLimit(NOWHERE))
     rows = len(batch.context)
     assert rows > 4
-    wanted = plain.step(1, batch)
+    wanted = stepped(plain, 1, batch)
     gradients = [p.grad.clone() for p in plain.drafter.parameters() if p.grad is not None]
     limit = PieceLimit(NOWHERE)
     limit.tokens = 2 * batch.context.shape[1]
     split = trainer(run, config, target, limit)
-    found = split.step(1, batch)
+    found = stepped(split, 1, batch)
     assert found.loss == pytest.approx(wanted.loss, rel=1e-5)
     assert found.accuracy == pytest.approx(wanted.accuracy, rel=1e-5)
     for gradient, parameter in zip(gradients, split.drafter.parameters(), strict=True):
@@ -100,13 +105,13 @@ def test_running_out_of_memory_is_counted_and_later_batches_are_in_pieces_from_t
 ) -> None:
     limit = PieceLimit(tmp_path)
     mine = trainer(run, config, target, limit)
-    mine.step(1, tapped(cutter, target, PieceLimit(NOWHERE)))
+    stepped(mine, 1, tapped(cutter, target, PieceLimit(NOWHERE)))
     assert limit.splits >= 1
     assert small_gpu[0] > 2
     del small_gpu[:]
     before = limit.splits
     for step in (1, 2, 3):
-        mine.step(step + 1, tapped(cutter, target, PieceLimit(NOWHERE), step))
+        stepped(mine, step + 1, tapped(cutter, target, PieceLimit(NOWHERE), step))
     assert limit.splits <= before + 1  # shorter sequences let more rows into a piece
     assert json.loads((tmp_path / "pieces.json").read_text()) == {"tokens": limit.tokens}
     assert PieceLimit(tmp_path).tokens == limit.tokens  # the next attempt begins with it
@@ -120,7 +125,7 @@ def test_a_sequence_that_does_not_fit_alone_is_out_of_memory(
 
     monkeypatch.setattr(step_module, "block_loss", never)
     with pytest.raises(torch.OutOfMemoryError):
-        trainer(run, config, target, PieceLimit(NOWHERE)).step(1, tapped(cutter, target, PieceLimit(NOWHERE)))
+        stepped(trainer(run, config, target, PieceLimit(NOWHERE)), 1, tapped(cutter, target, PieceLimit(NOWHERE)))
 
 
 def test_the_target_too_works_in_pieces(target: Target, cutter: Cutter, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,16 +148,17 @@ def test_steps_that_are_not_finite_change_nothing_and_a_run_of_them_names_the_ro
     run: RunFile, config: DrafterConfig, target: Target, cutter: Cutter
 ) -> None:
     mine = trainer(run, config, target, PieceLimit(NOWHERE))
-    before = {name: value.clone() for name, value in mine.drafter.state_dict().items()}
     batch = tapped(cutter, target, PieceLimit(NOWHERE))
+    stepped(mine, 1, batch)
+    before = copy.deepcopy((mine.drafter.state_dict(), mine.optimizer.state_dict()["state"]))
     bad = replace(batch, context=batch.context * float("nan"))
     for step in range(1, NOT_FINITE_LIMIT):
-        mine.step(step, bad)
+        stepped(mine, step, bad)
     assert mine.skipped == NOT_FINITE_LIMIT - 1
-    for name, value in mine.drafter.state_dict().items():
-        assert torch.equal(value, before[name])
+    now = mine.drafter.state_dict(), mine.optimizer.state_dict()["state"]
+    torch.testing.assert_close(now, before, rtol=0, atol=0)
     with pytest.raises(CannotStart, match=f"rows of the data: {batch.batch.row_ids[0]}, "):
-        mine.step(NOT_FINITE_LIMIT, bad)
+        stepped(mine, NOT_FINITE_LIMIT, bad)
 
 
 def test_one_good_step_begins_the_count_anew(
@@ -162,7 +168,7 @@ def test_one_good_step_begins_the_count_anew(
     batch = tapped(cutter, target, PieceLimit(NOWHERE))
     bad = replace(batch, context=batch.context * float("inf"))
     for step in range(3 * NOT_FINITE_LIMIT):
-        mine.step(step + 1, batch if step % 5 == 4 else bad)
+        stepped(mine, step + 1, batch if step % 5 == 4 else bad)
     assert mine.skipped == 3 * NOT_FINITE_LIMIT - 4
 
 

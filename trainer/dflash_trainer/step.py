@@ -37,6 +37,19 @@ class StepResult:
     lr: float
 
 
+@dataclass(frozen=True, slots=True)
+class Submitted:
+    """A step that a GPU may still be at."""
+
+    step: int
+    epoch: int
+    row_ids: tuple[int, ...]
+    tokens: int  # without padding
+    lr: float
+    numbers: Tensor  # [3] float32 on the host: loss, accuracy, gradient norm, there once `copied` is
+    copied: torch.cuda.Event | None
+
+
 class Trainer:
     """The drafter, its optimizer and how they take a step. Masters are float32; on CUDA it computes in bf16."""
 
@@ -68,10 +81,10 @@ class Trainer:
         if state:
             self.optimizer.load_state_dict(state["optimizer"])
 
-    def step(self, step: int, tapped: Tapped) -> StepResult:
-        """Trains on one batch; `step` is 1-based. If loss or gradient is not finite the step changes nothing.
+    def step(self, step: int, tapped: Tapped) -> Submitted:
+        """Has a batch trained on; `step` is 1-based. Does not wait for a GPU: settle() does.
 
-        Raises CannotStart when that happens NOT_FINITE_LIMIT times in a row: another attempt would meet the same.
+        If loss or gradient is not finite the step changes nothing, which is decided where they are.
         """
         tapped.wait()
         lr = learning_rate(step - 1, self.total_steps, self.settings.lr, self.settings.warmup)
@@ -80,12 +93,29 @@ class Trainer:
         self.optimizer.zero_grad()
         loss, accuracy = self._gradient(step, tapped)
         norm = torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), self.settings.clip)
-        result = StepResult(loss.item(), accuracy.item(), norm.item(), lr)
-        if math.isfinite(result.loss) and math.isfinite(result.grad_norm):
-            self.optimizer.step()
+        # What GradScaler tells an optimizer of its own kind: those that are fused do nothing then.
+        self.optimizer.found_inf = (~(loss.isfinite() & norm.isfinite())).float()  # type: ignore[attr-defined]
+        self.optimizer.step()
+        numbers, copied = torch.stack((loss, accuracy, norm)), None
+        if numbers.is_cuda:
+            numbers = torch.empty_like(numbers, device="cpu", pin_memory=True).copy_(numbers, non_blocking=True)
+            copied = torch.cuda.current_stream(self.device).record_event()
+        batch = tapped.batch
+        return Submitted(step, batch.epoch, batch.row_ids, batch.tokens, lr, numbers, copied)
+
+    def settle(self, submitted: Submitted) -> StepResult:
+        """What a step came to, once the GPU is done with it; steps are settled in order.
+
+        Raises CannotStart when NOT_FINITE_LIMIT in a row were not finite: another attempt would meet them too.
+        """
+        if submitted.copied is not None:
+            submitted.copied.synchronize()
+        loss, accuracy, norm = submitted.numbers.tolist()
+        result = StepResult(loss, accuracy, norm, submitted.lr)
+        if math.isfinite(loss) and math.isfinite(norm):
             self.in_a_row = 0
         else:
-            self._skip(step, tapped.batch, result)
+            self._skip(submitted, result)
         return result
 
     def _gradient(self, step: int, tapped: Tapped) -> tuple[Tensor, Tensor]:
@@ -103,21 +133,21 @@ class Trainer:
         parts = self.limit.in_pieces(rows, length, work, self.optimizer.zero_grad, step)
         return sum_of([loss for loss, _ in parts]), sum_of([correct for _, correct in parts]) / len(batch.labels)
 
-    def _skip(self, step: int, batch: Batch, result: StepResult) -> None:
+    def _skip(self, skipped: Submitted, result: StepResult) -> None:
         self.skipped += 1
         self.in_a_row += 1
         what = f"loss {result.loss:.4g}, gradient's norm {result.grad_norm:.4g}"
         log(
-            f"step {step} of epoch {batch.epoch}: {what}; step skipped",
+            f"step {skipped.step} of epoch {skipped.epoch}: {what}; step skipped",
             event="step-skipped",
             priority=4,
-            step=step,
+            step=skipped.step,
         )
         if self.in_a_row == NOT_FINITE_LIMIT:
             raise CannotStart(
-                f"loss or gradient was not finite in {NOT_FINITE_LIMIT} steps in a row, up to step {step} of epoch "
-                f"{batch.epoch} ({what}); the checkpoints are from before; try a lower lr, or look at these rows "
-                f"of the data: {', '.join(map(str, batch.row_ids))}"
+                f"loss or gradient was not finite in {NOT_FINITE_LIMIT} steps in a row, up to step {skipped.step} "
+                f"of epoch {skipped.epoch} ({what}); the checkpoints are from before; try a lower lr, or look at "
+                f"these rows of the data: {', '.join(map(str, skipped.row_ids))}"
             )
 
     def snapshot(self, step: int) -> Callable[[Path], None]:

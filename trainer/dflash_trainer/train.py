@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 import time
+from collections import deque
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -24,7 +25,7 @@ from dflash_trainer.loss import position_weights
 from dflash_trainer.memory import PieceLimit
 from dflash_trainer.metrics import Metrics, Progress, Reading, status_line
 from dflash_trainer.pipeline import pipeline
-from dflash_trainer.step import STATE_FILE, StepResult, Trainer
+from dflash_trainer.step import STATE_FILE, StepResult, Submitted, Trainer
 from dflash_trainer.target import check_kernels, kernels, load_target
 
 EXTENSION = 120.0  # seconds
@@ -87,12 +88,14 @@ def train(run: RunFile, fresh: bool = False) -> None:
         pipeline(cutter, target, device, first, total, limit) as line,
     ):
         meter = Meter()
-        for step, tapped in enumerate(line.tapped, start=first + 1):
-            result = trainer.step(step, tapped)
+
+        def settle(submitted: Submitted) -> None:
+            """Tells of a step, once it is done."""
+            step, result = submitted.step, trainer.settle(submitted)
             watchdog.step_done()
-            meter.add(tapped.batch.tokens, result)
+            meter.add(submitted.tokens, result)
             if step % run.output.log_interval == 0 or step in (first + 1, total):
-                row = meter.take(step, total, tapped.batch.epoch)
+                row = meter.take(step, total, submitted.epoch)
                 text = status_line(step, total, row["loss"], row["tokens_per_s"], row["eta_s"])
                 notify.status(text)
                 log(text, event="step", **row)
@@ -108,7 +111,14 @@ def train(run: RunFile, fresh: bool = False) -> None:
                     **phases.fields(),
                 )
             progress.advance_to(step, result.loss)
-            if step == total or stop.requested:
+
+        ahead: deque[Submitted] = deque()  # at most one, so that a GPU has work while this thread looks at the last
+        for step, tapped in enumerate(line.tapped, start=first + 1):
+            ahead.append(trainer.step(step, tapped))
+            last = step == total or stop.requested
+            while len(ahead) > (0 if last or step == first + 1 else 1):
+                settle(ahead.popleft())
+            if last:
                 break
             if saver.due(step % run.output.save_interval == 0):
                 saver.submit(step, partial(trainer.snapshot, step))
