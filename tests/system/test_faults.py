@@ -39,7 +39,7 @@ COLLECTIVE = """
             import torch.distributed as dist
             os.environ["GLOO_SOCKET_IFNAME"] = "lo"
             rank = 1 if os.fork() == 0 else 0
-            store = dist.FileStore("/var/cache/dflash/collective/store", 2)
+            store = dist.FileStore("/var/cache/dflash/collective/rendezvous", 2)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
             if rank == 1:
                 time.sleep(3600)
