@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import MASK_TOKEN
+from conftest import MASK_TOKEN, load_store
 from dflash_agent.runfile import from_flags
 from dflash_trainer.drafter import Drafter, DrafterConfig
 from dflash_trainer.inputs import drafter_config
@@ -22,7 +22,6 @@ from dflash_trainer.memory import PieceLimit
 from dflash_trainer.pipeline import Tapped, tap_in_pieces
 from dflash_trainer.plan import make_plan
 from dflash_trainer.step import Trainer
-from dflash_trainer.store import load_store
 from dflash_trainer.target import load_target, read_config
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
@@ -75,7 +74,7 @@ def test_a_batch_that_does_not_fit_into_the_gpu_is_done_in_pieces_with_the_same_
     config = drafter_config(run, read_config(target_dir), MASK_TOKEN)
     target = load_target(target_dir, config.target_layer_ids, gpu, torch.bfloat16)
     store = load_store(dataset_dir, 256, 96)
-    plan = make_plan(np.diff(store.offsets), 4096, 0, 4)
+    plan = make_plan(np.diff(store.survey.offsets), 4096, 0, 4)
     cutter = Cutter(store, plan, 0, 512, MASK_TOKEN, position_weights(16, 7.0).numpy())
     batch = cutter.cut(0).to(gpu)
     assert len(batch.anchors) >= 8
