@@ -6,6 +6,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import numpy as np
@@ -26,7 +27,7 @@ def make_target(directory: Path, model_type: str = "llama") -> Path:
     """A tiny random target of a real architecture, saved as transformers saves it."""
     import transformers
 
-    sizes = {
+    sizes: dict[str, Any] = {
         "hidden_size": 32,
         "num_hidden_layers": 4,
         "num_attention_heads": 4,
@@ -48,9 +49,9 @@ def make_target(directory: Path, model_type: str = "llama") -> Path:
             "linear_value_head_dim": 8,
             "layer_types": ["linear_attention", "full_attention"] * 2,
         }
-    config = transformers.AutoConfig.for_model(model_type, **sizes)
+    config: Any = transformers.AutoConfig.for_model(model_type, **sizes)
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config)
+    model: Any = transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
     for parameter in model.parameters():
         parameter.data.mul_(4 if parameter.dim() > 1 else 1)  # spread enough to make choices, not ties
     model.get_input_embeddings().weight.data.mul_(4)  # as large as a trained head's, so that a drafter can be sure

@@ -21,7 +21,7 @@ def gpu_name() -> str:
 @pytest.fixture(scope="module")
 def node() -> Iterator[Machine]:
     """This node, with a tiny target. Skips where this process has the GPU open: to the node that is dirt."""
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         pytest.skip("this process has the GPU open: run these tests by themselves")
     name = gpu_name()
     if not BOOTED_WITH_SYSTEMD or not shutil.which("dflashctl") or not name:

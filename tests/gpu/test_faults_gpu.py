@@ -76,7 +76,7 @@ def test_kills_one_after_the_other_are_restarts_with_back_off(node: Machine) -> 
     start(node, made)
     for number in range(3):
         at = step_of(node, "killed")
-        wait_for(lambda at=at: step_of(node, "killed") > at + 40, 60, "more steps")
+        wait_for(lambda at=at: step_of(node, "killed") > at + 40, 60, "more steps")  # type: ignore[misc]
         node.run("systemctl", "kill", "--kill-whom=all", "--signal=SIGKILL", made)
         print(f"\nkill {number + 1}: trains again after {trains_again(node, made, number):.1f} s", end="")
     told = journal(node, made)

@@ -2,6 +2,7 @@
 
 The kernels are one of this file's own, or those of flash-linear-attention that a Qwen3.5 target runs.
 """
+# mypy: disable-error-code="untyped-decorator,no-untyped-def,no-any-return,no-untyped-call"
 
 import json
 import sys
