@@ -30,7 +30,7 @@ LINEAR_ATTENTION = {  # names of these functions in transformers' modules
 class Target:
     """`decoder` runs up to the last tapped layer only and returns nothing of use: `taps` collects the states."""
 
-    decoder: nn.Module
+    decoder: Any
     taps: tuple[nn.Module, ...]
     embedding: Tensor  # [V, H]
     head: Tensor  # [V, H]; the same storage as the embedding where the target ties them
@@ -133,16 +133,30 @@ def _keep_layers(config: Any, layers: int) -> None:
 def load_target(directory: Path, layer_ids: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Target:
     """The target up to its last tapped layer. Raises CannotStart for one that a drafter cannot use."""
     model = load_causal_lm(directory, device, dtype, max(layer_ids) + 1)
-    head = model.get_output_embeddings()
-    if head.bias is not None:
+    if model.get_output_embeddings().bias is not None:
         raise CannotStart(f"target {directory}: its LM head has a bias, which a DFlash checkpoint cannot express")
+    return tap(model, layer_ids)
+
+
+def random_target(config: Any, layer_ids: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Target:
+    """A target of these sizes with random weights, made on the device, up to its last tapped layer."""
+    from transformers import AutoModelForCausalLM
+
+    _keep_layers(config, max(layer_ids) + 1)
+    with torch.device(device):
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
+    return tap(model.eval().requires_grad_(False), layer_ids)
+
+
+def tap(model: Any, layer_ids: tuple[int, ...]) -> Target:
+    """What of a frozen transformers model, which ends with its last tapped layer, a drafter is trained with."""
     decoder = model.get_decoder()
     decoder.norm = nn.Identity()
     taps = tuple(decoder.layers[i] for i in layer_ids)
-    return Target(decoder, taps, model.get_input_embeddings().weight, head.weight)
+    return Target(decoder, taps, model.get_input_embeddings().weight, model.get_output_embeddings().weight)
 
 
-def kernels(decoder: nn.Module) -> dict[str, str]:
+def kernels(decoder: Any) -> dict[str, str]:
     """Which package does what in a target's layers; "torch" is the slow path of linear attention.
 
     Found where transformers keeps its choice: a function in the module of the layer's class, or one that it wraps.
