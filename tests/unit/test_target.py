@@ -1,5 +1,6 @@
 """The frozen target: the right states, no more layers than needed, and the mask token."""
 
+import functools
 import json
 import re
 from pathlib import Path
@@ -103,6 +104,17 @@ def test_which_kernels_do_the_work_is_known_and_a_gpu_without_those_of_linear_at
     for found, device, allowed in ((hybrid, gpu, True), (hybrid, CPU, False), (plain, gpu, False)):
         check_kernels(found, device, allowed)
     check_kernels(hybrid | {"delta rule": "fla"}, gpu, slow_allowed=False)
+
+
+@pytest.mark.parametrize(
+    ("function", "package"), [(functools.partial(len), "functools"), (len, "builtins"), (None, "torch")]
+)
+def test_kernels_that_are_not_written_in_python_are_named_too(
+    function: Any, package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = load_target(make_target(tmp_path / "t", "qwen3_5_text"), (1,), CPU, torch.float32)
+    monkeypatch.setattr("transformers.models.qwen3_5.modeling_qwen3_5.causal_conv1d_fn", function)
+    assert kernels(target.decoder)["convolution"] == package
 
 
 def test_the_state_after_the_last_layer_is_taken_before_the_final_norm(target_dir: Path) -> None:

@@ -174,15 +174,11 @@ def _package(function: Any) -> str:
     """The package that a function of transformers' in the end calls."""
     if function is None:  # how versions before 5 say that there is none
         return "torch"
-    chosen = inspect.getclosurevars(inspect.unwrap(function, stop=_is_choice)).nonlocals.get(
-        "implementation", function
-    )
-    package = str(chosen.__module__).partition(".")[0]
+    with contextlib.suppress(TypeError):  # of what is not written in Python
+        function = inspect.unwrap(function, stop=lambda f: CHOICE in inspect.getclosurevars(f).nonlocals)
+        function = inspect.getclosurevars(function).nonlocals.get(CHOICE, function)
+    package = (getattr(function, "__module__", None) or type(function).__module__).partition(".")[0]
     return "torch" if package == "transformers" else package
-
-
-def _is_choice(function: Any) -> bool:
-    return "implementation" in inspect.getclosurevars(function).nonlocals
 
 
 def check_kernels(found: Mapping[str, str], device: torch.device, slow_allowed: bool) -> None:
