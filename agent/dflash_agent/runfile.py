@@ -19,8 +19,9 @@ from typing import Any
 RUNS_DIR = Path("/etc/dflash/runs")
 STATE_DIR = Path("/var/lib/dflash/runs")
 RUN_NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,47}")
-DTYPES = ("auto", "float32", "bfloat16")
+DTYPES = ("auto", "float32", "bfloat16", "float8")
 SLOW_KERNELS = ("refuse", "allow")
+COMPILE = ("auto", "never")
 ON_DIRTY = ("wait", "fail", "reap")
 ALL_GPUS, NO_GPUS = "auto", "none"
 _DEVICE = re.compile(r"\d{1,3}|GPU-[0-9a-fA-F-]{4,}|(?:[0-9a-fA-F]{4,8}:)?[0-9a-fA-F]{2}:[0-9a-fA-F]{2}(?:\.0)?")
@@ -82,6 +83,10 @@ def _slow_kernels(value: str) -> str | None:
     return None if value in SLOW_KERNELS else f"must be one of {', '.join(SLOW_KERNELS)}"
 
 
+def _compile(value: str) -> str | None:
+    return None if value in COMPILE else f"must be one of {', '.join(COMPILE)}"
+
+
 def _a_span(value: str) -> str | None:
     rest = _SPAN.sub("", value)
     return None if value.strip() and not rest.strip() else "must be a time like 90s, 2min or 1h 30min"
@@ -108,7 +113,10 @@ class Target:
 
     model: str = _key("--target-model", "Hugging Face directory of the target", _a_path, free=True)
     dtype: str = _key(
-        "--target-dtype", "auto (bfloat16 on a GPU, float32 on a CPU), float32 or bfloat16", _a_dtype, "auto"
+        "--target-dtype",
+        "auto (bfloat16 on a GPU, float32 on a CPU), float32, bfloat16, or float8 for large matrix products",
+        _a_dtype,
+        "auto",
     )
     slow_kernels: str = _key(
         "--slow-kernels",
@@ -116,6 +124,9 @@ class Target:
         _slow_kernels,
         "refuse",
         free=True,
+    )
+    compile: str = _key(
+        "--target-compile", "whether its layers are compiled: auto (on a GPU) or never", _compile, "auto", free=True
     )
 
 

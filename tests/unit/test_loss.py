@@ -7,9 +7,9 @@ from dflash_trainer import loss as module
 from dflash_trainer.loss import default_loss_decay, position_weights, weighted_cross_entropy
 
 
-@pytest.mark.parametrize("rows", [1, 7, 64])
+@pytest.mark.parametrize("rows", [1, 7, 64, 70])
 def test_loss_and_gradient_equal_the_plain_form(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "CHUNK_ROWS", 16)
+    monkeypatch.setattr(module, "LOGITS_AT_A_TIME", {"cpu": 16 * 30})
     torch.manual_seed(0)
     hidden = torch.randn(rows, 12, dtype=torch.float64, requires_grad=True)
     head = torch.randn(30, 12, dtype=torch.float64)
@@ -24,7 +24,7 @@ def test_loss_and_gradient_equal_the_plain_form(rows: int, monkeypatch: pytest.M
     plain = (F.cross_entropy(logits, labels, reduction="none") * weights).sum()
     (plain * 3).backward()
     torch.testing.assert_close(ours.double(), plain, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(gradient, hidden.grad, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(gradient, hidden.grad, rtol=1e-5, atol=1e-5)  # float32
     assert torch.equal(correct, logits.argmax(-1) == labels)
 
 

@@ -1,8 +1,11 @@
 """The frozen target: the right states, no more layers than needed, and the mask token."""
 
 import functools
+import inspect
 import json
 import re
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +14,10 @@ import torch
 from conftest import make_target
 from dflash_trainer.errors import CannotStart
 from dflash_trainer.target import (
+    causal_convolution,
     check_kernels,
     choose_mask_token,
+    compile_layers,
     kernels,
     load_causal_lm,
     load_target,
@@ -115,6 +120,84 @@ def test_kernels_that_are_not_written_in_python_are_named_too(
     target = load_target(make_target(tmp_path / "t", "qwen3_5_text"), (1,), CPU, torch.float32)
     monkeypatch.setattr("transformers.models.qwen3_5.modeling_qwen3_5.causal_conv1d_fn", function)
     assert kernels(target.decoder)["convolution"] == package
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """What torch.compile makes in a test; it is run as it is, for a GPU's compiler is not here."""
+    made: list[Any] = []
+    compile_with = torch.compile
+
+    def backend(graph: Any, _inputs: Any) -> Any:
+        made.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", lambda f, dynamic: compile_with(f, dynamic=dynamic, backend=backend))
+    torch.compiler.reset()
+    yield made
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3", "qwen3_5_text"])
+def test_compiled_layers_give_the_same_states_and_share_what_was_compiled(
+    model_type: str, graphs: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load = functools.partial(load_target, make_target(tmp_path / "t", model_type), (0, 3), CPU, torch.float32)
+    sizes = ((2, 30), (3, 41), (2, 12))
+    batches = [torch.randint(3, 90, size) for size in sizes]
+    expected = [load().states(ids) for ids in batches]
+    target = load()
+    if model_type == "qwen3_5_text":  # what a GPU has; the slow path stands in, as it is never compiled
+        monkeypatch.setattr(
+            "dflash_trainer.target.kernels", lambda _: {"delta rule": "fla", "convolution": "torch"}
+        )
+        module = sys.modules[type(target.decoder.layers[0]).__module__]
+        for name in ("causal_conv1d_fn", "torch_chunk_gated_delta_rule"):
+            monkeypatch.setattr(module, name, getattr(module, name))  # compile_layers() changes them
+    compile_layers(target.decoder)
+    for ids, states in zip(batches, expected, strict=True):
+        torch.testing.assert_close(target.states(ids), states, rtol=1e-4, atol=1e-5)
+    # Not for each layer, nor for each size; the delta rule cuts a layer of its kind into pieces.
+    assert len(graphs) <= (6 if model_type == "qwen3_5_text" else 1)
+
+
+def test_layers_on_the_slow_path_of_linear_attention_are_not_compiled(graphs: list[Any], tmp_path: Path) -> None:
+    target = load_target(make_target(tmp_path / "t", "qwen3_5_text"), (1,), CPU, torch.float32)
+    compile_layers(target.decoder)
+    target.states(torch.randint(3, 90, (1, 8)))
+    assert not graphs
+
+
+def test_layers_that_cannot_be_compiled_are_a_reason_not_to_start(
+    target_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(_graph: Any, _inputs: Any) -> Any:
+        raise NotImplementedError("no such\ninstruction")
+
+    compile_with = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, dynamic: compile_with(f, dynamic=dynamic, backend=broken))
+    torch.compiler.reset()
+    target = load_target(target_dir, (1,), CPU, torch.float32)
+    compile_layers(target.decoder)
+    with pytest.raises(CannotStart, match=r'instruction.*; set compile = "never" in \[target\]$') as caught:
+        target.states(torch.randint(3, 90, (1, 8)))
+    assert "\n" not in str(caught.value)
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("activation", [None, "silu"])
+def test_the_convolution_is_that_of_transformers(bias: bool, activation: str | None) -> None:
+    from transformers.models.qwen3_5 import modeling_qwen3_5
+
+    theirs = inspect.unwrap(modeling_qwen3_5.causal_conv1d_fn)
+    states, weight = torch.randn(2, 6, 11), torch.randn(6, 4)
+    added = torch.randn(6) if bias else None
+    for dtype, error in ((torch.float32, 1e-5), (torch.bfloat16, 3e-2)):
+        words = (states.to(dtype), weight.to(dtype), None if added is None else added.to(dtype), activation)
+        found = causal_convolution(*words)
+        assert found.dtype == dtype
+        torch.testing.assert_close(found, theirs(*words), rtol=error, atol=error)
 
 
 def test_the_state_after_the_last_layer_is_taken_before_the_final_norm(target_dir: Path) -> None:

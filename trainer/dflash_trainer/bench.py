@@ -7,8 +7,8 @@ beside what the counted operations would take at the measured rate of a large ma
 
 import argparse
 import sys
-import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,17 +22,21 @@ from torch import nn
 
 from dflash_trainer import autotune
 from dflash_trainer.drafter import DrafterConfig, spaced_layer_ids
+from dflash_trainer.float8 import Float8Linear, to_float8
 from dflash_trainer.loader import Batch, Cutter
 from dflash_trainer.loss import position_weights
 from dflash_trainer.memory import PieceLimit
-from dflash_trainer.pipeline import Tapped, pipeline
+from dflash_trainer.pipeline import DEPTH, Tapped, pipeline
 from dflash_trainer.plan import make_plan
 from dflash_trainer.step import Trainer
 from dflash_trainer.store import Survey, TokenStore
-from dflash_trainer.target import Target, kernels, random_target
+from dflash_trainer.target import Target, compile_layers, kernels, random_target
 
 MATRIX = {"cuda": 8192, "cpu": 1024}  # rows and columns of the product that the machine's rate is measured with
 WARM_UP = 3  # steps: kernels are compiled and tuned
+BEFORE = WARM_UP + 2 * DEPTH + 1  # of a run: until the channels are as full as they will be
+AROUND = BEFORE + 2 * DEPTH + 1
+IDLE_STEPS = 6
 QWEN = {
     "model_type": "qwen3_5_text",
     "hidden_size": 5120,
@@ -99,6 +103,10 @@ def main(arguments: list[str] | None = None) -> int:
     rate = matrix_rate(device, dtype)
     config = drafter_of(shape, args.block_size)
     target = random_target(target_config(shape), config.target_layer_ids, device, dtype)
+    if args.float8:
+        to_float8(target.decoder.layers)
+    if device.type == "cuda" and not args.no_compile:
+        compile_layers(target.decoder)
     by = ", ".join(f"{work} by {package}" for work, package in kernels(target.decoder).items())
     print(
         f"{name}, torch {torch.__version__}, {args.shape}, block {args.block_size}, {args.anchors} anchors; "
@@ -106,16 +114,34 @@ def main(arguments: list[str] | None = None) -> int:
     )
     heads = ("target s", "drafter s", "in turn", "run s", "Ktok/s", "limit s", "reached %", "GB")
     print("  ".join([f"{'batch':12}", *(f"{head:>9}" for head in heads)]), flush=True)
-    for words in args.batch:
-        rows, length = (int(word) for word in words.split("x"))
-        row = measure(target, config, rows, length, args.anchors, args.steps, device)
+    batches = [tuple(int(word) for word in words.split("x")) for words in args.batch]
+    trainer = make_trainer(config, target, device)
+    for rows, length in batches:
+        trainer.limit = fresh_limit()
+        row = measure(trainer, rows, length, args.anchors, args.steps)
         limit = (row.target_tflop + row.drafter_tflop) / rate
         figures = (
             *(row.target_s, row.drafter_s, row.target_s + row.drafter_s, row.run_s),
             *(rows * length / row.run_s / 1000, limit, 100 * limit / row.run_s, row.gigabytes),
         )
         print("  ".join([f"{rows} × {length:<8}", *(f"{figure:9.3g}" for figure in figures)]), flush=True)
+    if device.type == "cuda":  # last: compiling may not go on after the profiler
+        for rows, length in batches:
+            trainer.limit = fresh_limit()
+            idle = idle_share(trainer, rows, length, args.anchors, IDLE_STEPS, args.kernels)
+            print(f"{rows} × {length}: the GPU idle for {100 * idle:.2f} % of {IDLE_STEPS} steps", flush=True)
     return 0
+
+
+def make_trainer(config: DrafterConfig, target: Target, device: torch.device) -> Trainer:
+    """With a fresh drafter."""
+    run = from_flags("bench", {"target.model": "/nowhere", "data.dir": "/nowhere"})
+    return Trainer(run, config, target, device, 10_000, None, fresh_limit())
+
+
+def fresh_limit() -> PieceLimit:
+    """Whole batches, until one does not fit."""
+    return PieceLimit(Path("/nowhere"))
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -127,6 +153,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--batch", nargs="+", default=["1x8192", "4x2048", "8x1024"], metavar="ROWSxTOKENS")
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--anchors", type=int, default=512, help="for each sequence (default: 512)")
+    parser.add_argument("--float8", action="store_true", help="a target whose matrix products run on float8")
+    parser.add_argument("--no-compile", action="store_true", help="do not compile the target's layers")
+    parser.add_argument("--kernels", type=int, default=0, help="print so many kernels of each batch, by time")
     parser.add_argument("--steps", type=int, default=10, help="that are measured (default: 10)")
     return parser.parse_args(arguments)
 
@@ -161,25 +190,19 @@ def drafter_of(shape: Shape, block_size: int) -> DrafterConfig:
     )
 
 
-def measure(
-    target: Target, config: DrafterConfig, rows: int, length: int, anchors: int, steps: int, device: torch.device
-) -> Row:
-    """The figures of one kind of batch, each the median over the steps."""
+def measure(trainer: Trainer, rows: int, length: int, anchors: int, steps: int) -> Row:
+    """The figures of one kind of batch, each over so many steps."""
     total = WARM_UP + steps
-    cutter = random_cutter(config, rows, length, anchors, total)
-    run = from_flags("bench", {"target.model": "/nowhere", "data.dir": "/nowhere"})
+    target, config, device = trainer.target, trainer.drafter.config, trainer.device
+    cutter = random_cutter(config, rows, length, anchors, steps + AROUND)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    with tempfile.TemporaryDirectory() as folder:
-        limit = PieceLimit(Path(folder))
-        trainer = Trainer(run, config, target, device, 10 * total, None, limit)
-        batch = cutter.cut(0).to(device)
-        target_s = timed(lambda _: target.states(batch.input_ids), total, device)
-        tapped = Tapped(batch, target.states(batch.input_ids), None)
-        drafter_s = timed(lambda i: trainer.settle(trainer.step(i + 1, tapped)), total, device)
-        run_s = run_for(cutter, target, trainer, limit, total, device)
-        if limit.splits:
-            print(f"{rows} × {length}: did not fit, done in pieces of {limit.tokens} tokens", file=sys.stderr)
+    batch = cutter.cut(0).to(device)
+    target_s = timed(lambda _: target.states(batch.input_ids), total, device)
+    drafter_s = drafter_seconds(trainer, Tapped(batch, target.states(batch.input_ids), None), total)
+    run_s = run_for(cutter, trainer, steps)
+    if trainer.limit.splits:
+        print(f"{rows} × {length}: did not fit, done in pieces of {trainer.limit.tokens} tokens", file=sys.stderr)
     gigabytes = torch.cuda.max_memory_reserved() / 1e9 if device.type == "cuda" else 0.0
     return Row(
         target_s,
@@ -191,20 +214,62 @@ def measure(
     )
 
 
-def run_for(
-    cutter: Cutter, target: Target, trainer: Trainer, limit: PieceLimit, total: int, device: torch.device
-) -> float:
-    """Median seconds from one settled step to the next, with the pipeline and the loop of a training."""
-    ends = []
+def drafter_seconds(trainer: Trainer, tapped: Tapped, total: int) -> float:
+    """Median seconds of a step."""
+    return timed(lambda i: trainer.settle(trainer.step(i + 1, tapped)), total, trainer.device)
+
+
+def run_for(cutter: Cutter, trainer: Trainer, steps: int, profiler: Any = None) -> float:
+    """Seconds a step, with the pipeline and the loop of a training.
+
+    The cutter has AROUND more batches: the first ones warm up and fill the channels, and those that follow keep the
+    target busy to the last that counts. A profiler sees what counts only.
+    """
     ahead = None
-    with pipeline(cutter, target, device, 0, total, limit) as line:
+    began = 0.0
+    with pipeline(cutter, trainer.target, trainer.device, 0, steps + AROUND, trainer.limit) as line:
         for step, tapped in enumerate(line.tapped, start=1):
             now = trainer.step(step, tapped)
             if ahead is not None:
                 trainer.settle(ahead)
-                ends.append(time.monotonic())
             ahead = now
-    return median(np.diff(ends[WARM_UP - 1 :]).tolist())
+            if step == BEFORE:
+                if profiler is not None:
+                    profiler.start()
+                began = time.monotonic()
+            if step == BEFORE + steps:
+                seconds = time.monotonic() - began
+                if profiler is not None:
+                    profiler.stop()
+                return seconds / steps
+    raise AssertionError("fewer batches than steps")
+
+
+def idle_share(trainer: Trainer, rows: int, length: int, anchors: int, steps: int, kernels_shown: int) -> float:
+    """The share of a run's time in which the GPU has no kernel and no copy under way, by torch's profiler.
+
+    Prints the kernels that take the most time; of two at once each counts whole.
+    """
+    from torch.profiler import ProfilerActivity, profile
+
+    cutter = random_cutter(trainer.drafter.config, rows, length, anchors, steps + AROUND)
+    profiler = profile(activities=[ProfilerActivity.CUDA])
+    run_for(cutter, trainer, steps, profiler)
+    events: Any = profiler.events()  # type: ignore[no-untyped-call]
+    spent: Counter[str] = Counter()
+    spans: list[tuple[float, float]] = []
+    for event in events:
+        if event.device_type.name == "CUDA":
+            spans.append((event.time_range.start, event.time_range.end))
+            spent[event.name] += event.time_range.elapsed_us()
+    for name, microseconds in spent.most_common(kernels_shown):
+        print(f"    {microseconds / 1000 / steps:8.2f} ms a step  {name[:100]}")
+    spans.sort()
+    busy, until = 0.0, spans[0][0]
+    for begin, end in spans:
+        busy += max(0.0, end - max(begin, until))
+        until = max(until, end)
+    return 1 - busy / (until - spans[0][0])
 
 
 def timed(work: Callable[[int], object], count: int, device: torch.device) -> float:
@@ -246,7 +311,8 @@ def target_operations(target: Target, rows: int, length: int) -> float:
     """Of a forward: two for each weight and token; attention's pairs; the delta rule by its chunks of 64."""
     tokens = rows * length
     config: Any = target.decoder.config
-    linear: float = sum(2 * m.weight.numel() for m in target.decoder.modules() if isinstance(m, nn.Linear))
+    products = (nn.Linear, Float8Linear)
+    linear: float = sum(2 * m.weight.numel() for m in target.decoder.modules() if isinstance(m, products))
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     pairs = rows * length * (length + 1) / 2
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

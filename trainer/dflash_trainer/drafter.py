@@ -17,8 +17,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from safetensors.torch import save as serialize
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, FlexKernelOptions, flex_attention
 
+from dflash_trainer.compiling import compiled
 from dflash_trainer.errors import CannotStart
 
 CONFIG_FILE = "config.json"
@@ -26,10 +27,7 @@ WEIGHTS_FILE = "model.safetensors"
 INIT_STD = 0.02
 
 
-@functools.cache
-def _compiled_flex_attention() -> Callable[..., Tensor]:
-    compiled: Callable[..., Tensor] = torch.compile(flex_attention, dynamic=True)
-    return compiled
+_compiled = functools.cache(compiled)
 
 
 def spaced_layer_ids(target_layers: int, draft_layers: int) -> tuple[int, ...]:
@@ -158,8 +156,8 @@ class Attention(nn.Module):
         k = rotate(k, cos, sin)
         if isinstance(mask, BlockMask):
             # TRITON: the choice that AUTO makes for fewer than 128 queries fails to compile with dynamic shapes.
-            options = {"BACKEND": "TRITON"}
-            out = _compiled_flex_attention()(q, k, v, block_mask=mask, enable_gqa=True, kernel_options=options)
+            options: FlexKernelOptions = {"BACKEND": "TRITON"}
+            out = flex_attention(q, k, v, block_mask=mask, enable_gqa=True, kernel_options=options)
         else:
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
         mixed: Tensor = self.o_proj(out.transpose(1, 2).flatten(2))
@@ -240,7 +238,12 @@ class Drafter(nn.Module):
         noise [B, Q, H]: the target's embeddings of the blocks' tokens. positions [B, Q] int64: of each of them
         in its sequence. context [B, T, n·H]: the tapped states, concatenated, at positions 0…T−1. mask: see
         mask.py; None lets every query see everything, which is right for one block after its whole context.
+
+        With a BlockMask the layers are compiled, as FlexAttention has to be; what surrounds it joins the kernels.
         """
+        layer_forward: Callable[..., Tensor] = (
+            _compiled(Layer.forward) if isinstance(mask, BlockMask) else Layer.forward
+        )
         injected = self.hidden_norm(self.fc(context))
         before = torch.arange(context.shape[1], device=positions.device).expand(positions.shape[0], -1)
         cos, sin = rotary_angles(
@@ -248,7 +251,7 @@ class Drafter(nn.Module):
         )
         x = noise
         for layer in self.layers:
-            x = layer(x, injected, cos, sin, mask)
+            x = layer_forward(layer, x, injected, cos, sin, mask)
         out: Tensor = self.norm(x)
         return out
 

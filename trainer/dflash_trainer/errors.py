@@ -27,3 +27,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 def is_of_the_gpu(error: BaseException) -> bool:
     """Whether CUDA or a library on it says that the GPU or the driver failed."""
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _FAILURES)
+
+
+def is_compiling(error: BaseException) -> bool:
+    """Whether torch.compile could not make sense of a function."""
+    return type(error).__module__.startswith(("torch._dynamo", "torch._inductor"))

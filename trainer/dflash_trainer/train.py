@@ -17,6 +17,7 @@ from dflash_agent.words import span
 
 from dflash_trainer import autotune, checkpoint, notify
 from dflash_trainer.errors import CannotStart, TryAgain
+from dflash_trainer.float8 import to_float8
 from dflash_trainer.host import cache_directory, process_age
 from dflash_trainer.inputs import claim_output, plan_line, read_data, resolve
 from dflash_trainer.journal import ERROR, INFO, WARNING, log
@@ -26,7 +27,7 @@ from dflash_trainer.memory import PieceLimit
 from dflash_trainer.metrics import Metrics, Progress, Reading, status_line
 from dflash_trainer.pipeline import pipeline
 from dflash_trainer.step import STATE_FILE, StepResult, Submitted, Trainer
-from dflash_trainer.target import check_kernels, kernels, load_target
+from dflash_trainer.target import check_kernels, compile_layers, kernels, load_target
 
 EXTENSION = 120.0  # seconds
 
@@ -61,11 +62,16 @@ def train(run: RunFile, fresh: bool = False) -> None:
     if device.type == "cuda":
         autotune.make_thread_safe()
     target = load_target(Path(run.target.model), inputs.drafter.target_layer_ids, device, target_dtype(run, device))
+    if run.target.dtype == "float8":
+        count = to_float8(target.decoder.layers)
+        log(f"{count} matrix products of the target run on float8", event="float8")
     found = kernels(target.decoder)
     depth, layers = max(inputs.drafter.target_layer_ids) + 1, inputs.drafter.num_target_layers
     by = ", ".join(f"{work} by {package}" for work, package in found.items())
     log(f"target loaded, {depth} of {layers} layers, as far as they are tapped; {by}", event="loaded")
     check_kernels(found, device, run.target.slow_kernels == "allow")
+    if device.type == "cuda" and run.target.compile == "auto":
+        compile_layers(target.decoder)
     phases.ended("target")
     limit = PieceLimit(output)
     trainer = Trainer(run, inputs.drafter, target, device, total, state, limit)
@@ -135,10 +141,10 @@ def train(run: RunFile, fresh: bool = False) -> None:
 
 
 def target_dtype(run: RunFile, device: torch.device) -> torch.dtype:
-    """The type that the target's weights are loaded as."""
+    """The type that the target's weights are loaded as; for float8 some are turned into it then."""
     if run.target.dtype == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[run.target.dtype]
+    return torch.float32 if run.target.dtype == "float32" else torch.bfloat16
 
 
 def resume(output: Path) -> dict[str, Any] | None:

@@ -1,0 +1,56 @@
+"""A target whose large matrix products run on float8 weights and activations, as many servers run it.
+
+Each row of a weight, and each token's activations when they come, are scaled to the range of float8 e4m3 (Hopper
+and later). Embedding, LM head, norms and products with few outputs keep their type.
+"""
+
+import torch
+from torch import Tensor, nn
+
+TYPE = torch.float8_e4m3fn
+LARGEST = torch.finfo(TYPE).max  # 448
+FEWEST = 256  # outputs or inputs: products with fewer cost nothing
+STEP = 16  # the sizes of both are multiples of it, as the GPU's instructions want
+
+
+class Float8Linear(nn.Module):
+    """A frozen linear layer: weight [N, K] as float8, with a scale for each of its rows."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        weight, scale = scaled(linear.weight)
+        self.weight = nn.Buffer(weight)
+        self.scale = nn.Buffer(scale.T.contiguous())  # [1, N]
+        self.bias = linear.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., K] to [..., N] of the same type."""
+        rows, scale = scaled(x.flatten(0, -2))
+        # Of torch's own functions for this the one that its compiler knows; it has no public name.
+        out: Tensor = torch._scaled_mm(
+            rows, self.weight.T, scale_a=scale, scale_b=self.scale, out_dtype=x.dtype, use_fast_accum=True
+        )
+        out = out.view(*x.shape[:-1], -1)
+        return out if self.bias is None else out + self.bias
+
+
+def scaled(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """rows [M, K] as float8 [M, K] and float32 [M, 1], whose product they are."""
+    scale = rows.abs().amax(-1, keepdim=True).float().clamp(min=1e-12) / LARGEST
+    return (rows.float() / scale).to(TYPE), scale
+
+
+@torch.no_grad()
+def to_float8(layers: nn.Module) -> int:
+    """Replaces the large linear layers among these, one by one, and returns how many."""
+    found = [
+        (parent, name, child)
+        for parent in layers.modules()
+        for name, child in parent.named_children()
+        if isinstance(child, nn.Linear)
+        and min(child.weight.shape) >= FEWEST
+        and not any(n % STEP for n in child.weight.shape)
+    ]
+    for parent, name, child in found:
+        setattr(parent, name, Float8Linear(child))
+    return len(found)
