@@ -7,6 +7,7 @@ import math
 import socket
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +142,17 @@ def status_line(step: int, total: int, loss: float, tokens_per_s: float, eta_s: 
     """
     rate = f"{tokens_per_s / 1000:.1f} Ktok/s" if tokens_per_s >= 1000 else f"{tokens_per_s:.0f} tok/s"
     return f"step {step}/{total} · loss {loss:.2f} · {rate} · ETA {duration(eta_s)}"
+
+
+def shares(stages: Mapping[str, Mapping[str, float]]) -> str:
+    """How much of the time each stage of the pipeline was at work.
+
+    >>> shares({"target": {"busy": 7.1, "input": 0.1, "output": 2.8}, "drafter": {"busy": 3.0, "input": 7.0}})
+    'target 71 %, drafter 30 %'
+    """
+    return ", ".join(
+        f"{stage} {100 * spent['busy'] / max(sum(spent.values()), 1e-9):.0f} %" for stage, spent in stages.items()
+    )
 
 
 def duration(seconds: float) -> str:

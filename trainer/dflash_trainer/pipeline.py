@@ -7,7 +7,7 @@ While the drafter trains on batch i the target runs batch i+1; on one GPU the tw
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -22,19 +22,39 @@ DEPTH = 2
 
 
 @dataclass(frozen=True, slots=True)
+class Span:
+    """Work on a CUDA stream, between two events that keep the time."""
+
+    begin: torch.cuda.Event
+    end: torch.cuda.Event
+
+    def seconds(self) -> float:
+        """How long it took, once it is done."""
+        milliseconds: float = self.begin.elapsed_time(self.end)
+        return milliseconds / 1000
+
+
+def mark(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    """An event for a Span, here and now in a stream's work."""
+    event: torch.cuda.Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record(stream)
+    return event
+
+
+@dataclass(frozen=True, slots=True)
 class Tapped:
-    """A batch on the device and the target's states of it."""
+    """A batch on the device and the target's states of it, which are there once the span's end is; None on CPU."""
 
     batch: Batch
     context: Tensor  # [B, T, n·H]
-    ready: torch.cuda.Event | None
+    span: Span | None
 
     def wait(self) -> None:
         """Makes the current CUDA stream wait for the states; nothing on CPU."""
-        if self.ready is None:
+        if self.span is None:
             return
         stream = torch.cuda.current_stream()
-        stream.wait_event(self.ready)
+        stream.wait_event(self.span.end)
         for tensor in (self.context, *(getattr(self.batch, n) for n in Batch.__slots__)):
             if isinstance(tensor, Tensor):
                 tensor.record_stream(stream)
@@ -46,25 +66,39 @@ class Pipeline:
 
     batches: Channel[Batch]
     tapped: Channel[Tapped]
-    started: float = field(default_factory=time.monotonic)
+    on_gpu: dict[str, float] = field(default_factory=dict)  # seconds of a stage's work there; none on a CPU
+    _before: dict[tuple[str, str], float] = field(default_factory=dict)
+    _since: float = field(default_factory=time.monotonic)
+
+    def worked_on_gpu(self, seconds: Mapping[str, float]) -> None:
+        """So long a step took there, by stage."""
+        for stage, more in seconds.items():
+            self.on_gpu[stage] = self.on_gpu.get(stage, 0.0) + more
 
     def stage_seconds(self) -> dict[str, dict[str, float]]:
-        """Of each stage since the start: seconds waiting for input, waiting for room, and the rest, busy."""
-        total = time.monotonic() - self.started
-        loader_out, target_in = self.batches.waited_for_room, self.batches.waited_for_input
-        target_out, drafter_in = self.tapped.waited_for_room, self.tapped.waited_for_input
-        return {
-            name: {
-                "busy": round(total - before - after, 3),
-                "input": round(before, 3),
-                "output": round(after, 3),
-            }
-            for name, before, after in (
-                ("loader", 0.0, loader_out),
-                ("target", target_in, target_out),
-                ("drafter", drafter_in, 0.0),
-            )
-        }
+        """Of each stage since the last call: seconds waiting for input, waiting for room, and the rest, busy.
+
+        A thread hands its work to a GPU and goes on; there "busy" is the time that the work takes on its stream,
+        and what is left is the target's waiting for room and the drafter's for input. Two stages on one GPU may
+        be busy for more than all of the time together.
+        """
+        now = time.monotonic()
+        total, self._since = now - self._since, now
+        waited = {
+            ("loader", "output"): self.batches.waited_for_room,
+            ("target", "input"): self.batches.waited_for_input,
+            ("target", "output"): self.tapped.waited_for_room,
+            ("drafter", "input"): self.tapped.waited_for_input,
+        } | {(stage, "busy"): seconds for stage, seconds in self.on_gpu.items()}
+        spent = {key: seconds - self._before.get(key, 0.0) for key, seconds in waited.items()}
+        self._before = waited
+        found = {}
+        for stage, rest in (("loader", "input"), ("target", "output"), ("drafter", "input")):
+            part: dict[str, float] = {kind: spent.get((stage, kind), 0.0) for kind in ("busy", "input", "output")}
+            left = rest if stage in self.on_gpu else "busy"
+            part[left] = max(0.0, total - sum(seconds for kind, seconds in part.items() if kind != left))
+            found[stage] = {kind: round(seconds, 3) for kind, seconds in part.items()}
+        return found
 
 
 def tap_in_pieces(target: Target, batch: Batch, limit: PieceLimit) -> Tensor:
@@ -94,8 +128,9 @@ def pipeline(
         with torch.cuda.stream(stream) if stream else contextlib.nullcontext():
             for batch in line.batches:
                 here = batch.to(device)
+                begin = mark(stream) if stream else None
                 context = tap_in_pieces(target, here, limit)
-                line.tapped.put(Tapped(here, context, stream.record_event() if stream else None))
+                line.tapped.put(Tapped(here, context, Span(begin, mark(stream)) if stream and begin else None))
 
     threads = [run_stage("loader", load, line.batches), run_stage("target", tap, line.tapped)]
     try:

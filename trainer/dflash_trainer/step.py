@@ -1,8 +1,8 @@
 """One optimizer step of the drafter, and the state that a checkpoint needs to repeat the next one."""
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from dflash_trainer.loss import weighted_cross_entropy
 from dflash_trainer.mask import dense_mask, flex_mask
 from dflash_trainer.memory import PieceLimit
 from dflash_trainer.optim import learning_rate, make_optimizer
-from dflash_trainer.pipeline import Tapped
+from dflash_trainer.pipeline import Span, Tapped, mark
 from dflash_trainer.target import Target
 
 STATE_FILE = "state.pt"
@@ -29,12 +29,16 @@ NOT_FINITE_LIMIT = 8
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Loss (weighted mean, nats), share of trained positions predicted right, gradient norm, learning rate."""
+    """Loss (weighted mean, nats), share of trained positions predicted right, gradient norm, learning rate.
+
+    `on_gpu` has the seconds that the target's forward and the drafter's step took there; nothing on CPU.
+    """
 
     loss: float
     accuracy: float
     grad_norm: float
     lr: float
+    on_gpu: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +50,8 @@ class Submitted:
     row_ids: tuple[int, ...]
     tokens: int  # without padding
     lr: float
-    numbers: Tensor  # [3] float32 on the host: loss, accuracy, gradient norm, there once `copied` is
-    copied: torch.cuda.Event | None
+    numbers: Tensor  # [3] float32 on the host: loss, accuracy, gradient norm, there once the spans have ended
+    spans: Mapping[str, Span]
 
 
 class Trainer:
@@ -87,6 +91,8 @@ class Trainer:
         If loss or gradient is not finite the step changes nothing, which is decided where they are.
         """
         tapped.wait()
+        stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
+        begin = mark(stream) if stream else None
         lr = learning_rate(step - 1, self.total_steps, self.settings.lr, self.settings.warmup)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
@@ -96,22 +102,24 @@ class Trainer:
         # What GradScaler tells an optimizer of its own kind: those that are fused do nothing then.
         self.optimizer.found_inf = (~(loss.isfinite() & norm.isfinite())).float()  # type: ignore[attr-defined]
         self.optimizer.step()
-        numbers, copied = torch.stack((loss, accuracy, norm)), None
-        if numbers.is_cuda:
+        numbers = torch.stack((loss, accuracy, norm))
+        spans = {} if tapped.span is None else {"target": tapped.span}
+        if stream and begin:
             numbers = torch.empty_like(numbers, device="cpu", pin_memory=True).copy_(numbers, non_blocking=True)
-            copied = torch.cuda.current_stream(self.device).record_event()
+            spans["drafter"] = Span(begin, mark(stream))
         batch = tapped.batch
-        return Submitted(step, batch.epoch, batch.row_ids, batch.tokens, lr, numbers, copied)
+        return Submitted(step, batch.epoch, batch.row_ids, batch.tokens, lr, numbers, spans)
 
     def settle(self, submitted: Submitted) -> StepResult:
         """What a step came to, once the GPU is done with it; steps are settled in order.
 
         Raises CannotStart when NOT_FINITE_LIMIT in a row were not finite: another attempt would meet them too.
         """
-        if submitted.copied is not None:
-            submitted.copied.synchronize()
+        for span in submitted.spans.values():
+            span.end.synchronize()
         loss, accuracy, norm = submitted.numbers.tolist()
-        result = StepResult(loss, accuracy, norm, submitted.lr)
+        on_gpu = {stage: span.seconds() for stage, span in submitted.spans.items()}
+        result = StepResult(loss, accuracy, norm, submitted.lr, on_gpu)
         if math.isfinite(loss) and math.isfinite(norm):
             self.in_a_row = 0
         else:

@@ -24,7 +24,7 @@ from dflash_trainer.journal import ERROR, INFO, WARNING, log
 from dflash_trainer.loader import Cutter
 from dflash_trainer.loss import position_weights
 from dflash_trainer.memory import PieceLimit
-from dflash_trainer.metrics import Metrics, Progress, Reading, status_line
+from dflash_trainer.metrics import Metrics, Progress, Reading, shares, status_line
 from dflash_trainer.pipeline import pipeline
 from dflash_trainer.step import STATE_FILE, StepResult, Submitted, Trainer
 from dflash_trainer.target import check_kernels, compile_layers, kernels, load_target
@@ -100,13 +100,15 @@ def train(run: RunFile, fresh: bool = False) -> None:
             step, result = submitted.step, trainer.settle(submitted)
             watchdog.step_done()
             meter.add(submitted.tokens, result)
+            line.worked_on_gpu(result.on_gpu)
             if step % run.output.log_interval == 0 or step in (first + 1, total):
                 row = meter.take(step, total, submitted.epoch)
                 text = status_line(step, total, row["loss"], row["tokens_per_s"], row["eta_s"])
                 notify.status(text)
-                log(text, event="step", **row)
+                stages = line.stage_seconds()
+                log(f"{text} · busy: {shares(stages)}", event="step", **row)
                 counts = {"skipped_steps": trainer.skipped, "split_batches": limit.splits}
-                metrics.row(row | counts | {"save_wait_s": round(saver.waited, 3), "stages": line.stage_seconds()})
+                metrics.row(row | counts | {"save_wait_s": round(saver.waited, 3), "stages": stages})
             if step == first + 1:
                 notify.ready()
                 phases.ended("first step")
