@@ -94,7 +94,7 @@ def load_causal_lm(directory: Path, device: torch.device, dtype: torch.dtype, la
     if layers is not None:
         _keep_layers(config, layers)
     try:
-        with _quiet("transformers"):  # the weights that are left out on purpose fill pages
+        with _quiet():  # the weights that are left out on purpose fill pages
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 directory,
                 config=config,
@@ -122,9 +122,13 @@ def load_causal_lm(directory: Path, device: torch.device, dtype: torch.dtype, la
 
 
 @contextlib.contextmanager
-def _quiet(library: str) -> Iterator[None]:
-    """Without a library's warnings."""
-    logger = logging.getLogger(library)
+def _quiet() -> Iterator[None]:
+    """Without transformers' warnings, and without its bars where nobody watches them."""
+    from transformers.utils.logging import disable_progress_bar
+
+    if not sys.stderr.isatty():
+        disable_progress_bar()  # type: ignore[no-untyped-call]  # a journal would get it as one long line
+    logger = logging.getLogger("transformers")
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:
