@@ -22,6 +22,7 @@ RUN_NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,47}")
 DTYPES = ("auto", "float32", "bfloat16", "float8")
 SLOW_KERNELS = ("refuse", "allow")
 COMPILE = ("auto", "never")
+ATTENTION = ("auto", "dense")
 ON_DIRTY = ("wait", "fail", "reap")
 ALL_GPUS, NO_GPUS = "auto", "none"
 _DEVICE = re.compile(r"\d{1,3}|GPU-[0-9a-fA-F-]{4,}|(?:[0-9a-fA-F]{4,8}:)?[0-9a-fA-F]{2}:[0-9a-fA-F]{2}(?:\.0)?")
@@ -85,6 +86,10 @@ def _slow_kernels(value: str) -> str | None:
 
 def _compile(value: str) -> str | None:
     return None if value in COMPILE else f"must be one of {', '.join(COMPILE)}"
+
+
+def _attention(value: str) -> str | None:
+    return None if value in ATTENTION else f"must be one of {', '.join(ATTENTION)}"
 
 
 def _a_span(value: str) -> str | None:
@@ -174,6 +179,13 @@ class Train:
     clip: float = _key("--clip", "largest norm of the gradient", _above_zero, 1.0)
     token_budget: int = _key("--token-budget", "tokens in a batch, padding included", _at_least(2), 8192)
     max_anchors: int = _key("--max-anchors", "most blocks drawn from one sequence", _at_least(1), 512)
+    attention: str = _key(
+        "--attention",
+        "the drafter's: auto (FlexAttention on a GPU), or dense, slower, which needs no compiler",
+        _attention,
+        "auto",
+        free=True,
+    )
     seed: int = _key("--seed", "of weights, order and anchors", _at_least(0), 0)
     dp_pairs: int = _key("--dp-pairs", "pairs of a target and a drafter, each on GPUs of its own", _at_least(1), 1)
 

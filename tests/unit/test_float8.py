@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from dflash_trainer.float8 import Float8Linear, scaled, to_float8
+from dflash_trainer.errors import CannotStart
+from dflash_trainer.float8 import Float8Linear, check_float8, scaled, to_float8
 from torch import nn
 
 
@@ -45,3 +46,16 @@ def test_large_products_are_replaced_and_small_ones_are_not() -> None:
     assert kinds["few outputs"] is kinds["uneven"] is nn.Linear
     held = sum(buffer.numel() * buffer.element_size() for buffer in layer.buffers())
     assert held == 2 * 256 * 512 + 4 * (512 + 256)  # a byte for a weight, and the scales
+
+
+def test_a_gpu_without_float8_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA A100")
+    for capability in ((8, 0), (7, 5)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=capability: found)
+        with pytest.raises(CannotStart, match=r"^NVIDIA A100 has no float8 products .*; set dtype = ") as caught:
+            check_float8(torch.device("cuda"))
+        assert "\n" not in str(caught.value)
+    for capability in ((8, 9), (9, 0), (12, 0)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=capability: found)
+        check_float8(torch.device("cuda"))
+    check_float8(torch.device("cpu"))

@@ -70,11 +70,11 @@ def small_gpu(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     tries: list[int] = []
     real = step_module.block_loss
 
-    def loss(drafter: Any, target: Any, batch: Any, context: Any) -> Any:
+    def loss(drafter: Any, target: Any, batch: Any, context: Any, dense: bool) -> Any:
         tries.append(len(context))
         if len(context) > 2:
             raise torch.OutOfMemoryError(OUT_OF_MEMORY)
-        return real(drafter, target, batch, context)
+        return real(drafter, target, batch, context, dense)
 
     monkeypatch.setattr(step_module, "block_loss", loss)
     return tries
@@ -126,6 +126,26 @@ def test_a_sequence_that_does_not_fit_alone_is_out_of_memory(
     monkeypatch.setattr(step_module, "block_loss", never)
     with pytest.raises(torch.OutOfMemoryError):
         stepped(trainer(run, config, target, PieceLimit(NOWHERE)), 1, tapped(cutter, target, PieceLimit(NOWHERE)))
+
+
+def test_layers_that_cannot_be_compiled_are_a_reason_not_to_start_and_a_lack_of_memory_meanwhile_is_none(
+    run: RunFile, config: DrafterConfig, target: Target, cutter: Cutter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed = torch._dynamo.exc.TorchDynamoException
+    message = "no triton configs\nout of resource: shared memory"
+
+    def never(*_: object) -> None:
+        raise failed(message)
+
+    monkeypatch.setattr(step_module, "block_loss", never)
+    mine, batch = trainer(run, config, target, PieceLimit(NOWHERE)), tapped(cutter, target, PieceLimit(NOWHERE))
+    with pytest.raises(CannotStart, match=r'shared memory; set attention = "dense" in \[train\]$') as caught:
+        mine.step(1, batch)
+    assert "\n" not in str(caught.value)
+    message = f"backend='inductor' raised:\nOutOfMemoryError: {OUT_OF_MEMORY}"
+    with pytest.raises(failed) as memory:
+        mine.step(1, batch)
+    assert is_out_of_memory(memory.value)
 
 
 def test_the_target_too_works_in_pieces(target: Target, cutter: Cutter, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,12 @@ import sys
 
 EXIT_TRY_AGAIN = 75
 EXIT_CANNOT_START = 78
-_SIGNS = ("CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", "CUDA error: out of memory")
+_SIGNS = (
+    "CUDA out of memory",  # in what torch.compile makes of it
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "CUDA error: out of memory",
+)
 _FAILURES = ("CUDA error", "CUDA driver error", "cuDNN error", "CUBLAS_STATUS_", "NVML_ERROR", "NCCL error")
 
 
@@ -30,5 +35,5 @@ def is_of_the_gpu(error: BaseException) -> bool:
 
 
 def is_compiling(error: BaseException) -> bool:
-    """Whether torch.compile could not make sense of a function."""
-    return type(error).__module__.startswith(("torch._dynamo", "torch._inductor"))
+    """Whether torch.compile could not make sense of a function, with memory enough."""
+    return type(error).__module__.startswith(("torch._dynamo", "torch._inductor")) and not is_out_of_memory(error)

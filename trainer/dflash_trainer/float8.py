@@ -1,15 +1,17 @@
 """A target whose large matrix products run on float8 weights and activations, as many servers run it.
 
-Each row of a weight, and each token's activations when they come, are scaled to the range of float8 e4m3 (Hopper
-and later). Embedding, LM head, norms and products with few outputs keep their type.
+Each row of a weight, and each token's activations when they come, are scaled to the range of float8 e4m3. Embedding, LM head, norms and products with few outputs keep their type.
 """
 
 import torch
 from torch import Tensor, nn
 
+from dflash_trainer.errors import CannotStart
+
 TYPE = torch.float8_e4m3fn
 LARGEST = torch.finfo(TYPE).max  # 448
 FEWEST = 256  # outputs or inputs: products with fewer cost nothing
+CAPABILITY = (8, 9)  # Ada; Hopper is 9.0
 STEP = 16  # the sizes of both are multiples of it, as the GPU's instructions want
 
 
@@ -38,6 +40,18 @@ def scaled(rows: Tensor) -> tuple[Tensor, Tensor]:
     """rows [M, K] as float8 [M, K] and float32 [M, 1], whose product they are."""
     scale = rows.abs().amax(-1, keepdim=True).float().clamp(min=1e-12) / LARGEST
     return (rows.float() / scale).to(TYPE), scale
+
+
+def check_float8(device: torch.device) -> None:
+    """Raises CannotStart for a GPU without instructions for float8."""
+    if device.type != "cuda":
+        return
+    capability = torch.cuda.get_device_capability(device)
+    if capability < CAPABILITY:
+        raise CannotStart(
+            f"{torch.cuda.get_device_name(device)} has no float8 products (compute capability "
+            f'{capability[0]}.{capability[1]}, from 8.9 on); set dtype = "auto" in [target]'
+        )
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ from dflash_agent.runfile import RunFile
 from torch import Tensor
 
 from dflash_trainer.drafter import Drafter, DrafterConfig, save_drafter
-from dflash_trainer.errors import CannotStart
+from dflash_trainer.errors import CannotStart, is_compiling
 from dflash_trainer.journal import log
 from dflash_trainer.loader import Batch
 from dflash_trainer.loss import weighted_cross_entropy
@@ -70,6 +70,7 @@ class Trainer:
         self.settings = run.train
         self.target = target
         self.device = device
+        self.dense = run.train.attention == "dense"
         self.total_steps = total_steps
         self.limit = limit
         self.skipped = 0  # steps of this attempt whose loss or gradient was not finite
@@ -88,7 +89,8 @@ class Trainer:
     def step(self, step: int, tapped: Tapped) -> Submitted:
         """Has a batch trained on; `step` is 1-based. Does not wait for a GPU: settle() does.
 
-        If loss or gradient is not finite the step changes nothing, which is decided where they are.
+        If loss or gradient is not finite the step changes nothing, which is decided where they are. Raises
+        CannotStart if the drafter's layers cannot be compiled.
         """
         tapped.wait()
         stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
@@ -134,11 +136,19 @@ class Trainer:
         def work(begin: int, end: int) -> tuple[Tensor, Tensor]:
             with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
                 piece = batch if end - begin == rows else batch.rows(begin, end)
-                loss, correct = block_loss(self.drafter, self.target, piece, tapped.context[begin:end])
+                loss, correct = block_loss(self.drafter, self.target, piece, tapped.context[begin:end], self.dense)
             loss.backward()  # type: ignore[no-untyped-call]
             return loss.detach(), correct.sum()
 
-        parts = self.limit.in_pieces(rows, length, work, self.optimizer.zero_grad, step)
+        try:
+            parts = self.limit.in_pieces(rows, length, work, self.optimizer.zero_grad, step)
+        except RuntimeError as error:
+            if not is_compiling(error):
+                raise
+            reason = " ".join(str(error).split())[:300]
+            raise CannotStart(
+                f'the drafter\'s layers cannot be compiled: {reason}; set attention = "dense" in [train]'
+            ) from error
         return sum_of([loss for loss, _ in parts]), sum_of([correct for _, correct in parts]) / len(batch.labels)
 
     def _skip(self, skipped: Submitted, result: StepResult) -> None:
@@ -174,13 +184,16 @@ class Trainer:
         return write
 
 
-def block_loss(drafter: Drafter, target: Target, batch: Batch, context: Tensor) -> tuple[Tensor, Tensor]:
+def block_loss(
+    drafter: Drafter, target: Target, batch: Batch, context: Tensor, dense: bool = False
+) -> tuple[Tensor, Tensor]:
     """Weighted cross-entropy of a batch's blocks, and which trained positions are predicted right (bool).
 
     context [B, T, n·H]. Only trained positions go through the head. The loss is a differentiable scalar: the mean
-    over all weights of the step, or a part of it if the batch is only a piece of the step's.
+    over all weights of the step, or a part of it if the batch is only a piece of the step's. `dense`: without
+    FlexAttention, as it is without a GPU.
     """
-    make_mask = flex_mask if context.is_cuda else dense_mask
+    make_mask = flex_mask if context.is_cuda and not dense else dense_mask
     size = batch.block_ids.shape[1] // batch.anchors.shape[1]
     mask = make_mask(batch.anchors, context.shape[1], size)
     noise = F.embedding(batch.block_ids, target.embedding)

@@ -17,7 +17,7 @@ from dflash_agent.words import span
 
 from dflash_trainer import autotune, checkpoint, notify
 from dflash_trainer.errors import CannotStart, TryAgain
-from dflash_trainer.float8 import to_float8
+from dflash_trainer.float8 import check_float8, to_float8
 from dflash_trainer.host import cache_directory, process_age
 from dflash_trainer.inputs import claim_output, plan_line, read_data, resolve
 from dflash_trainer.journal import ERROR, INFO, WARNING, log
@@ -61,6 +61,8 @@ def train(run: RunFile, fresh: bool = False) -> None:
     log(f"loading target {run.target.model} to {device}", event="loading")
     if device.type == "cuda":
         autotune.make_thread_safe()
+    if run.target.dtype == "float8":
+        check_float8(device)
     target = load_target(Path(run.target.model), inputs.drafter.target_layer_ids, device, target_dtype(run, device))
     if run.target.dtype == "float8":
         count = to_float8(target.decoder.layers)
