@@ -106,18 +106,33 @@ def test_a_batch_that_does_not_fit_into_the_gpu_is_done_in_pieces_with_the_same_
     assert (tmp_path / "pieces.json").exists()
 
 
-def test_a_run_trains_on_the_gpu_and_resumes(train_flags: Callable[..., list[str]], tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "float8"])
+def test_a_target_of_another_type_is_trained_for_too(
+    dtype: str, train_flags: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    trained(train_flags(max_steps=6, head_dim=16, target_dtype=dtype))
+    assert (tmp_path / "out" / "complete.json").exists()
+
+
+def test_a_run_trains_without_compiling(train_flags: Callable[..., list[str]], tmp_path: Path) -> None:
+    trained(train_flags(max_steps=6, head_dim=16, attention="dense", target_compile="never"))
+    assert (tmp_path / "out" / "complete.json").exists()
+
+
+def trained(flags: list[str]) -> str:
+    """What a training says that ends well."""
     path = os.pathsep.join(p for p in sys.path if p.endswith(("agent", "trainer")))
+    environment = os.environ | {"PYTHONPATH": path + os.pathsep + os.environ.get("PYTHONPATH", "")}
+    words = [sys.executable, "-m", "dflash_trainer", *flags]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stderr
 
-    def train(**changes: object) -> str:
-        words = [sys.executable, "-m", "dflash_trainer", *train_flags(**changes)]
-        environment = os.environ | {"PYTHONPATH": path + os.pathsep + os.environ.get("PYTHONPATH", "")}
-        done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=500, check=False)
-        assert done.returncode == 0, done.stderr
-        return done.stderr
 
-    train(max_steps=80, head_dim=16, lr=1e-2)
+def test_a_run_trains_on_the_gpu_and_resumes(train_flags: Callable[..., list[str]], tmp_path: Path) -> None:
+    flags = train_flags(max_steps=80, head_dim=16, lr=1e-2)
+    trained(flags)
     lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     losses = [line["loss"] for line in lines if "loss" in line]
     assert losses[-1] < 0.85 * losses[0]
-    assert "nothing left to train" in train(max_steps=80, head_dim=16, lr=1e-2)
+    assert "nothing left to train" in trained(flags)

@@ -128,6 +128,20 @@ def test_a_sequence_that_does_not_fit_alone_is_out_of_memory(
         stepped(trainer(run, config, target, PieceLimit(NOWHERE)), 1, tapped(cutter, target, PieceLimit(NOWHERE)))
 
 
+def test_the_drafter_computes_in_its_own_type_whatever_the_targets(
+    run: RunFile, config: DrafterConfig, target: Target, cutter: Cutter
+) -> None:
+    directory = Path(run.target.model)
+    half = load_target(directory, config.target_layer_ids, CPU, torch.bfloat16)
+    whole = PieceLimit(NOWHERE)
+    wanted, found = (
+        stepped(trainer(run, config, one, whole), 1, tapped(cutter, one, whole)) for one in (target, half)
+    )
+    assert found.loss == pytest.approx(wanted.loss, rel=0.02)
+    assert found.grad_norm == pytest.approx(wanted.grad_norm, rel=0.1)
+    assert found.loss != wanted.loss
+
+
 def test_layers_that_cannot_be_compiled_are_a_reason_not_to_start_and_a_lack_of_memory_meanwhile_is_none(
     run: RunFile, config: DrafterConfig, target: Target, cutter: Cutter, monkeypatch: pytest.MonkeyPatch
 ) -> None:

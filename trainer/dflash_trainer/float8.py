@@ -1,6 +1,7 @@
 """A target whose large matrix products run on float8 weights and activations, as many servers run it.
 
-Each row of a weight, and each token's activations when they come, are scaled to the range of float8 e4m3. Embedding, LM head, norms and products with few outputs keep their type.
+Each row of a weight, and each token's activations when they come, are scaled to the range of float8 e4m3.
+Embedding, LM head, norms and products with few outputs keep their type.
 """
 
 import torch

@@ -196,10 +196,14 @@ def block_loss(
     make_mask = flex_mask if context.is_cuda and not dense else dense_mask
     size = batch.block_ids.shape[1] // batch.anchors.shape[1]
     mask = make_mask(batch.anchors, context.shape[1], size)
-    noise = F.embedding(batch.block_ids, target.embedding)
-    hidden = drafter(noise, batch.positions, context, mask)
-    hidden = hidden.flatten(0, 1).index_select(0, batch.trained)
-    loss, correct = weighted_cross_entropy(hidden, target.head, batch.labels, batch.weights)
+    device = context.device.type
+    autocast = torch.is_autocast_enabled(device)
+    own_type = torch.get_autocast_dtype(device) if autocast else drafter.norm.weight.dtype  # not the target's
+    noise = F.embedding(batch.block_ids, target.embedding).to(own_type)
+    hidden = drafter(noise, batch.positions, context.to(own_type), mask)
+    hidden = hidden.flatten(0, 1).index_select(0, batch.trained).to(target.head.dtype)
+    with torch.autocast(device, enabled=False):
+        loss, correct = weighted_cross_entropy(hidden, target.head, batch.labels, batch.weights)
     return loss / batch.total_weight, correct
 
 
