@@ -6,7 +6,9 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from dflash_trainer import host
+from dflash_trainer.errors import CannotStart
 
 GIB = 1 << 30
 
@@ -72,3 +74,40 @@ def test_the_cache_is_the_units_and_else_the_users(monkeypatch: pytest.MonkeyPat
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", "/home/b")
     assert host.cache_directory() == Path("/home/b/.cache/dflash")
+
+
+def given_gpus(monkeypatch: pytest.MonkeyPatch, cuda: str | None) -> None:
+    """GPUs are leased to this process, and its torch, built for this CUDA, sees none."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-1,GPU-2")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+
+
+def test_gpus_that_torch_cannot_use_are_refused_with_cudas_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def too_old() -> None:
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 11040).\nUpdate it.")
+
+    given_gpus(monkeypatch, "13.0")
+    monkeypatch.setattr(torch.cuda, "init", too_old)
+    with pytest.raises(
+        CannotStart, match=r"cannot use GPU-1,GPU-2: The NVIDIA driver .* too old .*; update"
+    ) as caught:
+        host.choose_device()
+    assert "\n" not in str(caught.value)
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    with pytest.raises(CannotStart, match=r"cannot use GPU-1,GPU-2: CUDA finds none; "):
+        host.choose_device()
+
+
+def test_a_torch_without_cuda_works_on_the_cpu_and_says_so_where_there_are_gpus(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    given_gpus(monkeypatch, None)
+    assert host.choose_device().type == "cpu"
+    assert "built without CUDA: the CPU does the work, and GPU-1,GPU-2 none" in capfd.readouterr().err
+    for none in ("", None):
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        if none is not None:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", none)
+        assert host.choose_device().type == "cpu"
+        assert capfd.readouterr().err == ""

@@ -22,6 +22,7 @@ from tqdm import tqdm
 
 from dflash_trainer.drafter import Drafter, load_drafter
 from dflash_trainer.errors import CannotStart
+from dflash_trainer.host import choose_device
 from dflash_trainer.prepare import generate, load_tokenizer, read_prompts, stop_ids, until_stop
 from dflash_trainer.target import load_causal_lm
 
@@ -87,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
     """Prints the measurements; returns 1 if the text is not the target's own. Raises CannotStart."""
     if args.max_new_tokens < 2:
         raise CannotStart(f"--max-new-tokens {args.max_new_tokens}: must be at least 2, or nothing is drafted")
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = choose_device()
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     drafters = {"drafter": load_drafter(args.drafter, device, dtype).eval()}
     if args.untrained:

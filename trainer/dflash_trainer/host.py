@@ -1,4 +1,4 @@
-"""What of the host this process may use: memory, a place for caches.
+"""What of the host this process may use: a GPU, memory, a place for caches.
 
 Source: proc(5), cgroups(7), the kernel's cgroup-v2; systemd.exec(5), the XDG Base Directory Specification.
 """
@@ -6,8 +6,46 @@ Source: proc(5), cgroups(7), the kernel's cgroup-v2; systemd.exec(5), the XDG Ba
 import os
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dflash_trainer.errors import CannotStart
+from dflash_trainer.journal import WARNING, log
+
+if TYPE_CHECKING:
+    import torch
 
 MEMINFO, CGROUP, CGROUPS = Path("/proc/meminfo"), Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+
+
+def choose_device() -> "torch.device":
+    """The first of the GPUs that this process was given, or the CPU.
+
+    Raises CannotStart if it was given some (CUDA_VISIBLE_DEVICES) and torch cannot use them, as with a driver that
+    is too old. A torch that was built without CUDA is only told of: whoever installed it may want the CPU.
+    """
+    import torch
+
+    if torch.cuda.is_available():
+        return torch.device("cuda")
+    given = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    if given and torch.version.cuda is None:
+        log(
+            f"torch {torch.__version__} is built without CUDA: the CPU does the work, and {given} none; the "
+            f"runtime for GPUs is in dflash-wheelhouse-cuda",
+            event="no-cuda",
+            priority=WARNING,
+        )
+    elif given:
+        try:
+            torch.cuda.init()  # type: ignore[no-untyped-call]
+            reason = "CUDA finds none"
+        except RuntimeError as error:
+            reason = str(error).strip().partition("\n")[0]
+        raise CannotStart(
+            f"torch {torch.__version__} for CUDA {torch.version.cuda} cannot use {given}: {reason}; update the "
+            f'driver (nvidia-smi names it), or set devices = "none" in [preflight] to train on the CPU'
+        )
+    return torch.device("cpu")
 
 
 def free_memory() -> tuple[int, str]:

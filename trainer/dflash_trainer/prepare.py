@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from dflash_trainer.errors import CannotStart, TryAgain
+from dflash_trainer.host import choose_device
 from dflash_trainer.target import load_causal_lm, target_fingerprint
 from dflash_trainer.whole import whole_directory
 
@@ -211,7 +212,7 @@ def complete(args: argparse.Namespace, prompts: Sequence[Prompt], output: Path) 
         completions = read_completions(file, output / COMPLETIONS_FILE)
         left = [batch for batch in batches if any(prompt.index not in completions for prompt in batch)]
         if left:
-            device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+            device = choose_device()
             dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
             model = load_causal_lm(args.target_model, device, dtype)
             for batch in _with_progress(left, sum(map(len, batches)), completions):

@@ -18,7 +18,7 @@ from dflash_agent.words import span
 from dflash_trainer import autotune, checkpoint, notify
 from dflash_trainer.errors import CannotStart, TryAgain
 from dflash_trainer.float8 import check_float8, to_float8
-from dflash_trainer.host import cache_directory, process_age
+from dflash_trainer.host import cache_directory, choose_device, process_age
 from dflash_trainer.inputs import claim_output, plan_line, read_data, resolve
 from dflash_trainer.journal import ERROR, INFO, WARNING, log
 from dflash_trainer.loader import Cutter
@@ -36,7 +36,7 @@ def train(run: RunFile, fresh: bool = False) -> None:
     """Trains until the last step or SIGTERM. Raises CannotStart, TryAgain, or what a stage raised."""
     stop = StopRequest()
     phases = Phases()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = choose_device()
     torch.use_deterministic_algorithms(device.type == "cpu")
     with Reading(run.data.dir) as reading:
         store = read_data(run, cache_directory(), reading.read_so_far)
