@@ -70,11 +70,13 @@ def environment(given: dict[str, str], verdict: Verdict) -> dict[str, str]:
     """
     cache = given.get("CACHE_DIRECTORY", "/var/cache/dflash").split(":")[0]
     passed = {key: value for key, value in given.items() if not key.startswith("LISTEN_")}
+    # torch reads the old name too, here before the new one, there after it: never set both.
+    allocator = {} if "PYTORCH_CUDA_ALLOC_CONF" in given else {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     return {
+        **allocator,
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
-        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
         "TRITON_CACHE_DIR": f"{cache}/triton",
         "TORCHINDUCTOR_CACHE_DIR": f"{cache}/inductor",
         **passed,

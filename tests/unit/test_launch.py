@@ -14,9 +14,15 @@ def test_an_environment_that_the_administrator_has_set_wins() -> None:
     given = {"CACHE_DIRECTORY": "/c", "PYTORCH_CUDA_ALLOC_CONF": "mine", "HOME": "/h"}
     made = launch.environment(given, Verdict("id", 0, ("GPU-b", "GPU-a"), (1, 0)))
     assert made["PYTORCH_CUDA_ALLOC_CONF"] == "mine"
+    assert "PYTORCH_ALLOC_CONF" not in made
     assert made["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
     assert made["TRITON_CACHE_DIR"] == "/c/triton"
     assert made["HOME"] == "/h"
+
+
+def test_torchs_memory_grows_in_place_unless_the_administrator_says_otherwise() -> None:
+    for given, expected in (({}, "expandable_segments:True"), ({"PYTORCH_ALLOC_CONF": "mine"}, "mine")):
+        assert launch.environment(given, Verdict("id", 0, ("GPU-a",), (0,)))["PYTORCH_ALLOC_CONF"] == expected
 
 
 def test_cuda_sees_the_leased_gpus_whatever_was_set_and_none_without_a_lease() -> None:
