@@ -29,12 +29,15 @@ class Float8Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x [..., K] to [..., N] of the same type."""
         rows, scale = scaled(x.flatten(0, -2))
-        # Of torch's own functions for this the one that its compiler knows; it has no public name.
-        out: Tensor = torch._scaled_mm(
-            rows, self.weight.T, scale_a=scale, scale_b=self.scale, out_dtype=x.dtype, use_fast_accum=True
-        )
-        out = out.view(*x.shape[:-1], -1)
+        out = product(rows, scale, self.weight, self.scale, x.dtype).view(*x.shape[:-1], -1)
         return out if self.bias is None else out + self.bias
+
+
+def product(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """a [M, K] times b [N, K] transposed, both float8, with scales float32 [M, 1] and [1, N]; [M, N] of `dtype`."""
+    # Of torch's own functions for this the one that its compiler knows; it has no public name.
+    out: Tensor = torch._scaled_mm(a, b.T, scale_a=a_scale, scale_b=b_scale, out_dtype=dtype, use_fast_accum=True)
+    return out
 
 
 def scaled(rows: Tensor) -> tuple[Tensor, Tensor]:
