@@ -27,7 +27,7 @@ from dflash_trainer.errors import (
 )
 from dflash_trainer.journal import configure, log
 
-SUBCOMMANDS = ("train", "prepare", "eval", "check", "import-gguf")
+SUBCOMMANDS = ("train", "prepare", "inspect", "eval", "check", "import-gguf")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -63,6 +63,7 @@ def parse(words: list[str]) -> argparse.Namespace:
 
     for name, module, text in (
         ("prepare", "prepare", "let the target write completions for prompts, and make a dataset of them"),
+        ("inspect", "inspection", "show what a dataset holds: lengths, problems, and rows as text"),
         ("eval", "evaluate", "measure a drafter's acceptance length by speculative decoding"),
         ("import-gguf", "gguf_import", "turn a GGUF model into a Hugging Face directory"),
     ):

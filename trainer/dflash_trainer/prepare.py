@@ -87,15 +87,20 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def load_tokenizer(directory: Path) -> Any:
-    """The target's tokenizer. Raises CannotStart if it cannot be loaded or has no chat template."""
+def read_tokenizer(directory: Path) -> Any:
+    """The target's tokenizer. Raises CannotStart if it cannot be loaded."""
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+        return AutoTokenizer.from_pretrained(directory, local_files_only=True)
     except (OSError, ValueError) as error:
         detail = " ".join(str(error).split())[:300]
         raise CannotStart(f"target {directory}: its tokenizer cannot be loaded: {detail}") from error
+
+
+def load_tokenizer(directory: Path) -> Any:
+    """The same, with a chat template. Raises CannotStart also if it has none."""
+    tokenizer = read_tokenizer(directory)
     if not tokenizer.chat_template:
         raise CannotStart(f"target {directory}: its tokenizer has no chat template; use one tuned to instructions")
     return tokenizer
