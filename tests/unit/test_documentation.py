@@ -4,6 +4,7 @@ import ast
 import doctest
 import importlib
 import pkgutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,6 +30,9 @@ def test_there_are_examples() -> None:
     assert tried >= 10
 
 
+MANUALS = sorted((Path(__file__).parents[2] / "docs/man").iterdir())
+
+
 def codes() -> Iterator[str]:
     """Every code that the agent gives a finding that is not only good news."""
     for path in Path(dflash_agent.__path__[0]).glob("*.py"):
@@ -42,8 +46,19 @@ def codes() -> Iterator[str]:
 
 
 def test_every_code_of_a_finding_is_in_the_manual() -> None:
-    manual = (Path(__file__).parents[2] / "docs/man/dflashctl.8").read_text().replace("\\-", "-")
+    manual = next(manual for manual in MANUALS if manual.name == "dflashctl.8").read_text().replace("\\-", "-")
     described = manual[manual.index(".SH FINDINGS") : manual.index(".SH EXIT STATUS")]
     missing = {code for code in codes() if code not in described}
     assert len(set(codes())) > 15
     assert not missing
+
+
+@pytest.mark.parametrize("manual", MANUALS, ids=lambda manual: manual.name)
+def test_the_manual_is_rendered_without_a_warning(manual: Path) -> None:
+    done = subprocess.run(
+        ["man", "--warnings", "--encoding=UTF-8", "--troff-device=utf8", "--ditroff", "--local-file", manual],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stderr == ""
