@@ -29,7 +29,20 @@ from safetensors.torch import load_file, save_file
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3", "qwen3_5_text"])
+FAMILIES = (
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+    "gemma2",
+    "gemma3_text",
+)
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
 def test_tapped_states_are_the_states_after_those_layers(model_type: str, tmp_path: Path) -> None:
     directory = make_target(tmp_path / model_type, model_type)
     whole = load_causal_lm(directory, CPU, torch.float32)
@@ -41,6 +54,38 @@ def test_tapped_states_are_the_states_after_those_layers(model_type: str, tmp_pa
     torch.testing.assert_close(target.states(ids), torch.cat((reference[1], reference[3]), dim=-1))
     assert torch.equal(target.head, whole.get_output_embeddings().weight)
     assert not target.head.requires_grad
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_final_states_are_those_that_the_head_turns_into_logits(model_type: str, tmp_path: Path) -> None:
+    directory = make_target(tmp_path / model_type, model_type)
+    ids = torch.randint(3, 90, (2, 12))
+    target = load_target(directory, (0, 2), CPU, torch.float32, final=True)
+    tapped, final = target.states_and_final(ids)
+    assert final is not None
+    logits = final @ target.head.T
+    with torch.no_grad():
+        whole = target.model(ids, output_hidden_states=True)
+    if cap := getattr(target.model.config, "final_logit_softcapping", None):
+        logits = cap * torch.tanh(logits / cap)
+    torch.testing.assert_close(logits, whole.logits, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(tapped, torch.cat([whole.hidden_states[i + 1] for i in (0, 2)], dim=-1))
+
+
+def test_its_model_writes_while_the_decoder_collects_states(target_dir: Path) -> None:
+    target = load_target(target_dir, (0, 1), CPU, torch.float32, generates=True)
+    assert (len(target.decoder.layers), len(target.model.get_decoder().layers)) == (2, 4)
+    ids = torch.randint(3, 90, (1, 12))
+    expected = target.states(ids)
+    written: list[torch.Tensor] = []
+
+    def write(*_: Any) -> None:
+        if not written:
+            written.append(target.model(torch.randint(3, 90, (1, 5))).logits)
+
+    target.decoder.layers[1].register_forward_pre_hook(write)
+    assert torch.equal(target.states(ids), expected)
+    assert written
 
 
 def make_multimodal_target(directory: Path) -> Any:

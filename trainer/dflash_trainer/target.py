@@ -1,6 +1,7 @@
 """The frozen target: its tapped hidden states, its embedding and its head."""
 
 import contextlib
+import copy
 import hashlib
 import inspect
 import json
@@ -32,16 +33,26 @@ LINEAR_ATTENTION = {  # names of these functions in transformers' modules
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """`decoder` runs up to the last tapped layer only and returns nothing of use: `taps` collects the states."""
+    """`decoder` gives the tapped states; it ends with the last tapped layer, unless `final` states are wanted too.
 
+    `model` is the transformers model that the decoder was made from. Its layers are other objects over the same
+    weights: it may generate in one thread while the decoder runs in another.
+    """
+
+    model: Any
     decoder: Any
     taps: tuple[nn.Module, ...]
     embedding: Tensor  # [V, H]
     head: Tensor  # [V, H]; the same storage as the embedding where the target ties them
+    whole: bool  # whether the decoder runs to the end, final norm included
+
+    def states(self, input_ids: Tensor) -> Tensor:
+        """Tapped states [B, T, n·H] of input_ids [B, T], in the order of the tapped layers. Raises CannotStart."""
+        return self.states_and_final(input_ids)[0]
 
     @torch.no_grad()
-    def states(self, input_ids: Tensor) -> Tensor:
-        """Tapped states [B, T, n·H] of input_ids [B, T], in the order of the tapped layers.
+    def states_and_final(self, input_ids: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The same, and what the head turns into logits [B, T, H]: the states after the final norm, if `whole`.
 
         Rows are padded at the end: a causal target's states of real tokens do not see the padding. Raises
         CannotStart if its layers cannot be compiled.
@@ -53,7 +64,7 @@ class Target:
 
         hooks = [layer.register_forward_hook(collect) for layer in self.taps]
         try:
-            self.decoder(input_ids=input_ids, use_cache=False)
+            out = self.decoder(input_ids=input_ids, use_cache=False)
         except RuntimeError as error:
             if not is_compiling(error):
                 raise
@@ -64,7 +75,8 @@ class Target:
         finally:
             for hook in hooks:
                 hook.remove()
-        return torch.cat([collected[layer] for layer in self.taps], dim=-1)
+        tapped = torch.cat([collected[layer] for layer in self.taps], dim=-1)
+        return tapped, out.last_hidden_state if self.whole else None
 
 
 def read_config(directory: Path) -> Any:
@@ -92,7 +104,7 @@ def load_causal_lm(directory: Path, device: torch.device, dtype: torch.dtype, la
 
     config = read_config(directory)
     if layers is not None:
-        _keep_layers(config, layers)
+        keep_layers(config, layers)
     try:
         with _quiet():  # the weights that are left out on purpose fill pages
             loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -137,7 +149,7 @@ def _quiet() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _keep_layers(config: Any, layers: int) -> None:
+def keep_layers(config: Any, layers: int) -> None:
     """Shortens a configuration, and what it lists for each layer."""
     before = int(config.num_hidden_layers)
     for name, value in vars(config).items():
@@ -146,30 +158,53 @@ def _keep_layers(config: Any, layers: int) -> None:
     config.num_hidden_layers = layers
 
 
-def load_target(directory: Path, layer_ids: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Target:
-    """The target up to its last tapped layer. Raises CannotStart for one that a drafter cannot use."""
-    model = load_causal_lm(directory, device, dtype, max(layer_ids) + 1)
+def load_target(
+    directory: Path,
+    layer_ids: tuple[int, ...],
+    device: torch.device,
+    dtype: torch.dtype,
+    generates: bool = False,
+    final: bool = False,
+) -> Target:
+    """The target up to its last tapped layer; all of it if it `generates` or its `final` states are wanted.
+
+    Raises CannotStart for one that a drafter cannot use.
+    """
+    model = load_causal_lm(directory, device, dtype, None if generates or final else max(layer_ids) + 1)
     if model.get_output_embeddings().bias is not None:
         raise CannotStart(f"target {directory}: its LM head has a bias, which a DFlash checkpoint cannot express")
-    return tap(model, layer_ids)
+    return tap(model, layer_ids, final)
 
 
 def random_target(config: Any, layer_ids: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Target:
     """A target of these sizes with random weights, made on the device, up to its last tapped layer."""
     from transformers import AutoModelForCausalLM
 
-    _keep_layers(config, max(layer_ids) + 1)
+    keep_layers(config, max(layer_ids) + 1)
     with torch.device(device):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
     return tap(model.eval().requires_grad_(False), layer_ids)
 
 
-def tap(model: Any, layer_ids: tuple[int, ...]) -> Target:
-    """What of a frozen transformers model, which ends with its last tapped layer, a drafter is trained with."""
-    decoder = model.get_decoder()
-    decoder.norm = nn.Identity()
+def tap(model: Any, layer_ids: tuple[int, ...], final: bool = False) -> Target:
+    """What of a frozen transformers model a drafter is trained with."""
+    decoder = _double(model.get_decoder())
+    decoder.config = copy.deepcopy(decoder.config)
+    depth = len(decoder.layers) if final else max(layer_ids) + 1
+    decoder.layers = nn.ModuleList(_double(layer) for layer in decoder.layers[:depth])
+    if not final:
+        keep_layers(decoder.config, depth)
+        decoder.norm = nn.Identity()
     taps = tuple(decoder.layers[i] for i in layer_ids)
-    return Target(decoder, taps, model.get_input_embeddings().weight, model.get_output_embeddings().weight)
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    return Target(model, decoder, taps, embedding, head, final)
+
+
+def _double(module: nn.Module) -> Any:
+    """Another module over the same parameters and parts, with hooks and attributes of its own."""
+    double = copy.copy(module)
+    vars(double).update({name: copy.copy(value) for name, value in vars(module).items() if isinstance(value, dict)})
+    return double
 
 
 def compile_layers(decoder: Any) -> None:
