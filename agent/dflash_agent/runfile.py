@@ -23,6 +23,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float8")
 SLOW_KERNELS = ("refuse", "allow")
 COMPILE = ("auto", "never")
 ATTENTION = ("auto", "dense")
+POSITION_WEIGHTS = ("decay", "dpace")
 ON_DIRTY = ("wait", "fail", "reap")
 ALL_GPUS, NO_GPUS = "auto", "none"
 _DEVICE = re.compile(r"\d{1,3}|GPU-[0-9a-fA-F-]{4,}|(?:[0-9a-fA-F]{4,8}:)?[0-9a-fA-F]{2}:[0-9a-fA-F]{2}(?:\.0)?")
@@ -42,6 +43,14 @@ def _at_least(least: float) -> Check:
 
 def _share(value: float) -> str | None:
     return None if 0 <= value < 1 else "must be a share: 0 or more, less than 1"
+
+
+def _up_to_one(value: float) -> str | None:
+    return None if 0 <= value <= 1 else "must be from 0 to 1"
+
+
+def _position_weights(value: str) -> str | None:
+    return None if value in POSITION_WEIGHTS else f"must be one of {', '.join(POSITION_WEIGHTS)}"
 
 
 def _above_zero(value: float) -> str | None:
@@ -179,6 +188,18 @@ class Train:
     clip: float = _key("--clip", "largest norm of the gradient", _above_zero, 1.0)
     token_budget: int = _key("--token-budget", "tokens in a batch, padding included", _at_least(2), 8192)
     max_anchors: int = _key("--max-anchors", "most blocks drawn from one sequence", _at_least(1), 512)
+    distill: float = _key(
+        "--distill",
+        "share of the loss that is the divergence from the target's distribution; the rest is that of hard labels",
+        _up_to_one,
+        0.0,
+    )
+    position_weights: str = _key(
+        "--position-weights",
+        "decay (fixed, falling by loss_decay), or dpace (by the drafter's confidence, arXiv 2605.18810)",
+        _position_weights,
+        "decay",
+    )
     attention: str = _key(
         "--attention",
         "the drafter's: auto (FlexAttention on a GPU), or dense, slower, which needs no compiler",
@@ -196,6 +217,12 @@ class Drafter:
 
     layers: int = _key("--draft-layers", "decoder layers", _at_least(1), 5)
     block_size: int = _key("--block-size", "tokens of a block, its anchor included", _at_least(2), 16)
+    init_from: str = _key(
+        "--init-from",
+        "directory of a drafter whose weights it begins with; its shape and mask token are then that one's",
+        _a_path_or_empty,
+        "",
+    )
     loss_decay: float = _key(
         "--loss-decay", "decay γ of the loss by position; 0: by block size, 7 for 16", _at_least(0), 0.0
     )
@@ -208,6 +235,22 @@ class Drafter:
     )
     target_layer_ids: tuple[int, ...] = _key(
         "--target-layer-ids", "target layers whose states the drafter sees; empty: evenly spaced", _layer_ids, ()
+    )
+    sliding_window: int = _key(
+        "--sliding-window", "positions that sliding layers see, causally; 0: no such layers", _at_least(0), 0
+    )
+    sliding_layers: tuple[int, ...] = _key(
+        "--sliding-layers", "which layers slide; empty: all but the last, if there is a window", _layer_ids, ()
+    )
+    conv_kernel_size: int = _key(
+        "--conv-kernel-size", "taps of DFlash 2's convolutions; 0: none (published: 2)", _at_least(0), 0
+    )
+    conv_group_size: int = _key(
+        "--conv-group-size", "channels that share what a convolution derives from them", _at_least(1), 16
+    )
+    selector_rank: int = _key("--selector-rank", "rank of DFlash 2's candidate selector; 0: none", _at_least(0), 0)
+    selector_top_k: int = _key(
+        "--selector-top-k", "candidates that it chooses from at each position", _at_least(2), 16
     )
 
 

@@ -56,7 +56,7 @@ def test_flex_attention_and_sdpa_agree_in_values_and_gradients(context_length: i
     results = []
     for make in (dense_mask, flex_mask):
         drafter.zero_grad()
-        out = drafter(noise, positions, context, make(anchors, context_length, 16))
+        out = drafter(noise, positions, context, drafter.masks(anchors, context_length, make))
         (out * torch.linspace(0, 1, 256, device="cuda")).sum().backward()
         results.append((out.detach(), [p.grad.clone() for p in drafter.parameters() if p.grad is not None]))
     (dense, dense_grads), (flex, flex_grads) = results
@@ -84,7 +84,7 @@ def test_a_batch_that_does_not_fit_into_the_gpu_is_done_in_pieces_with_the_same_
         torch.manual_seed(0)
         limit = PieceLimit(tmp_path)
         trainer = Trainer(run, config, target, gpu, 100, None, limit)
-        states = Tapped(batch, tap_in_pieces(target, batch, limit), None)
+        states = Tapped(batch, *tap_in_pieces(target, batch, limit), None)
         torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved()
         torch.cuda.reset_peak_memory_stats()

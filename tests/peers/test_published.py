@@ -2,16 +2,14 @@
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from dflash_trainer.drafter import Drafter, load_drafter, save_drafter
 from dflash_trainer.evaluate import speculative_generate
-from dflash_trainer.mask import dense_mask
 from dflash_trainer.prepare import generate, load_tokenizer, read_prompts, stop_ids, until_stop
 from dflash_trainer.target import load_causal_lm
 from drafting import (
@@ -60,9 +58,8 @@ def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def make_pair(target_dir: Path, drafter: Drafter, directory: Path) -> Pair:
     save_drafter(drafter.state_dict(), drafter.config, directory, torch.float32)
-    theirs, info = published.DFlashDraftModel.from_pretrained(
-        directory, dtype=torch.float32, output_loading_info=True
-    )
+    kind = published.DFlash2DraftModel if drafter.config.conv_kernel_size else published.DFlashDraftModel
+    theirs, info = kind.from_pretrained(directory, dtype=torch.float32, output_loading_info=True)
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
     assert not info["mismatched_keys"]
@@ -77,8 +74,48 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return make_pair(target_dir, drafter, root / "drafter")
 
 
+SECOND = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 6, "selector_top_k": 5}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "sliding": {"layer_types": ("sliding_attention", "full_attention"), "sliding_window": 9},
+    "sliding, not causal": {
+        "layer_types": ("sliding_attention", "full_attention"),
+        "sliding_window": 4,
+        "is_causal": False,
+    },
+    "causal": {"is_causal": True},
+    "scaled and capped": {
+        "input_embedding_scale": 5.5,
+        "output_multiplier": 0.5,
+        "final_logit_softcapping": 3.0,
+    },
+    "second": SECOND,
+    "second, sliding, capped": SECOND
+    | {
+        "layer_types": ("full_attention", "sliding_attention"),
+        "sliding_window": 7,
+        "final_logit_softcapping": 4.0,
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def plain_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return wandering_target(tmp_path_factory.mktemp("variants") / "target", "qwen3")
+
+
+@pytest.fixture(params=VARIANTS)
+def variant(request: pytest.FixtureRequest, plain_target: Path, tmp_path: Path) -> Pair:
+    """A drafter of every kind that the package knows, with weights of all its parts that do something."""
+    drafter = Drafter(replace(drafter_config(), **VARIANTS[request.param]))
+    drafter.reset_parameters(3)
+    for name, parameter in drafter.named_parameters():
+        if parameter.dim() > 1:
+            parameter.data += torch.randn_like(parameter) * (0.5 if "codebook" in name else 0.1)
+    return make_pair(plain_target, drafter, tmp_path / "drafter")
+
+
 @torch.no_grad()
-def test_a_block_in_the_middle_of_a_sequence_has_the_same_hidden_states(pair: Pair) -> None:
+def check_a_block_in_the_middle(pair: Pair) -> None:
     size, anchor = pair.ours.config.block_size, 11
     context, block = tapped(pair, torch.randint(3, 60, (1, 30))), noise(pair, [17])
     ours = pair.ours(block, torch.arange(anchor, anchor + size)[None], context[:, :anchor])
@@ -88,17 +125,21 @@ def test_a_block_in_the_middle_of_a_sequence_has_the_same_hidden_states(pair: Pa
         position_ids=torch.arange(anchor + size)[None],
     )
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    head = pair.target.get_output_embeddings()
+    torch.testing.assert_close(
+        pair.ours.logits(ours, head.weight), pair.theirs.compute_logits(theirs, head), rtol=1e-5, atol=1e-5
+    )
 
 
 @torch.no_grad()
-def test_blocks_trained_together_have_the_hidden_states_of_each_block_served_alone(pair: Pair) -> None:
+def check_blocks_together(pair: Pair) -> None:
     size = pair.ours.config.block_size
     ids = torch.randint(3, 60, (2, 30))
     anchors = torch.tensor([[4, 7, 20], [29, 5, 6]])  # overlapping blocks, unsorted, and one beyond the end
     context = tapped(pair, ids)
     blocks = torch.cat([noise(pair, ids[row, anchors[row]].tolist()) for row in range(2)])
     positions = (anchors[:, :, None] + torch.arange(size)).flatten(1)
-    ours = pair.ours(blocks, positions, context, dense_mask(anchors, 30, size))
+    ours = pair.ours(blocks, positions, context, pair.ours.masks(anchors, 30))
     for row in range(2):
         for i, anchor in enumerate(anchors[row].tolist()):
             own = slice(i * size, (i + 1) * size)
@@ -108,6 +149,42 @@ def test_blocks_trained_together_have_the_hidden_states_of_each_block_served_alo
                 position_ids=torch.arange(anchor + size)[None],
             )
             torch.testing.assert_close(ours[row, own], theirs[0], rtol=1e-5, atol=1e-5)
+
+
+def test_a_block_in_the_middle_of_a_sequence_has_the_same_hidden_states(pair: Pair) -> None:
+    check_a_block_in_the_middle(pair)
+
+
+def test_so_it_has_whatever_the_drafters_layers_see_and_hold(variant: Pair) -> None:
+    check_a_block_in_the_middle(variant)
+
+
+def test_blocks_trained_together_have_the_hidden_states_of_each_block_served_alone(pair: Pair) -> None:
+    check_blocks_together(pair)
+
+
+def test_so_they_have_whatever_the_drafters_layers_see_and_hold(variant: Pair) -> None:
+    check_blocks_together(variant)
+
+
+@torch.no_grad()
+def test_the_selector_walks_the_same_path(plain_target: Path, tmp_path: Path) -> None:
+    drafter = Drafter(replace(drafter_config(), **SECOND))
+    drafter.reset_parameters(3)
+    selector = drafter.candidate_selector
+    assert selector is not None
+    for parameter in selector.parameters():
+        parameter.data.normal_()
+    pair = make_pair(plain_target, drafter, tmp_path / "drafter")
+    head = pair.target.get_output_embeddings()
+    changed = 0
+    for anchor in range(20):
+        hidden = torch.randn(1, 5, 32)
+        theirs, _, _ = pair.theirs.propose(hidden, torch.tensor([anchor]), head, 0.0)
+        ours = pair.ours.draft(hidden[0], anchor, head.weight)
+        assert ours.tolist() == theirs[0].tolist()
+        changed += ours.tolist() != pair.ours.logits(hidden[0], head.weight).argmax(-1).tolist()
+    assert changed > 5, "the selector never chose another token: this proves nothing"
 
 
 def test_the_acceptance_lengths_are_those_of_the_package(pair: Pair) -> None:
@@ -157,7 +234,7 @@ def noise(pair: Pair, anchors: Sequence[int]) -> torch.Tensor:
     """Embeddings [1, N·S, H] of the blocks that begin with these tokens."""
     masks = [pair.ours.config.mask_token_id] * (pair.ours.config.block_size - 1)
     ids = torch.tensor([[token for anchor in anchors for token in (anchor, *masks)]])
-    return F.embedding(ids, pair.target.get_input_embeddings().weight)
+    return pair.ours.embed(ids, pair.target.get_input_embeddings().weight)
 
 
 @torch.no_grad()

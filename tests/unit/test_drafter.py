@@ -7,7 +7,6 @@ import pytest
 import torch
 from dflash_trainer.drafter import Drafter, DrafterConfig, load_drafter, save_drafter, spaced_layer_ids
 from dflash_trainer.errors import CannotStart
-from dflash_trainer.mask import dense_mask
 
 CONFIG = DrafterConfig(
     hidden_size=32,
@@ -69,7 +68,7 @@ def test_a_block_in_a_batch_of_blocks_gives_what_it_gives_alone_with_only_its_co
     context = torch.randn(2, 14, 2 * CONFIG.hidden_size)
     noise = torch.randn(2, 3 * 4, CONFIG.hidden_size)
     positions = (anchors[:, :, None] + torch.arange(4)).flatten(1)
-    together = drafter(noise, positions, context, dense_mask(anchors, 14, 4))
+    together = drafter(noise, positions, context, drafter.masks(anchors, 14))
     for row, block in ((0, 0), (0, 1), (0, 2), (1, 0)):
         at, own = int(anchors[row, block]), slice(block * 4, block * 4 + 4)
         alone = drafter(noise[row : row + 1, own], positions[row : row + 1, own], context[row : row + 1, :at])
@@ -82,7 +81,7 @@ def test_nothing_at_or_after_the_anchor_reaches_a_block() -> None:
     anchors = torch.tensor([[6, 2]])
     positions = (anchors[:, :, None] + torch.arange(4)).flatten(1)
     noise, context = torch.randn(1, 8, 32), torch.randn(1, 10, 64)
-    mask = dense_mask(anchors, 10, 4)
+    mask = drafter.masks(anchors, 10)
     before = drafter(noise, positions, context, mask)
     context[:, 6:] += 100
     assert torch.equal(before[:, :4], drafter(noise, positions, context, mask)[:, :4])

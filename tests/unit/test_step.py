@@ -9,19 +9,27 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import MASK_TOKEN, load_store
+from conftest import MASK_TOKEN, load_store, make_target
 from dflash_agent.runfile import RunFile, from_flags
 from dflash_trainer import step as step_module
-from dflash_trainer.drafter import DrafterConfig
+from dflash_trainer.drafter import Drafter, DrafterConfig
 from dflash_trainer.errors import CannotStart, is_of_the_gpu, is_out_of_memory
 from dflash_trainer.inputs import drafter_config
-from dflash_trainer.loader import Cutter
-from dflash_trainer.loss import position_weights
+from dflash_trainer.loader import Batch, Cutter
+from dflash_trainer.loss import Objective, position_weights
 from dflash_trainer.memory import PieceLimit
 from dflash_trainer.pipeline import Tapped, tap_in_pieces
 from dflash_trainer.plan import make_plan
-from dflash_trainer.step import NOT_FINITE_LIMIT, StepResult, Trainer
+from dflash_trainer.step import (
+    HARD_LABELS,
+    NOT_FINITE_LIMIT,
+    StepResult,
+    Trainer,
+    block_loss,
+    selector_losses,
+)
 from dflash_trainer.target import Target, load_target, read_config
+from safetensors.torch import load_file, save_file
 
 CPU = torch.device("cpu")
 NOWHERE = Path("/nowhere")
@@ -57,7 +65,7 @@ def trainer(run: RunFile, config: DrafterConfig, target: Target, limit: PieceLim
 
 def tapped(cutter: Cutter, target: Target, limit: PieceLimit, step: int = 0) -> Tapped:
     batch = cutter.cut(step)
-    return Tapped(batch, tap_in_pieces(target, batch, limit), None)
+    return Tapped(batch, *tap_in_pieces(target, batch, limit), None)
 
 
 def stepped(mine: Trainer, step: int, batch: Tapped) -> StepResult:
@@ -70,11 +78,11 @@ def small_gpu(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     tries: list[int] = []
     real = step_module.block_loss
 
-    def loss(drafter: Any, target: Any, batch: Any, context: Any, dense: bool) -> Any:
+    def loss(drafter: Any, target: Any, batch: Any, context: Any, *rest: Any) -> Any:
         tries.append(len(context))
         if len(context) > 2:
             raise torch.OutOfMemoryError(OUT_OF_MEMORY)
-        return real(drafter, target, batch, context, dense)
+        return real(drafter, target, batch, context, *rest)
 
     monkeypatch.setattr(step_module, "block_loss", loss)
     return tries
@@ -165,16 +173,16 @@ def test_layers_that_cannot_be_compiled_are_a_reason_not_to_start_and_a_lack_of_
 def test_the_target_too_works_in_pieces(target: Target, cutter: Cutter, monkeypatch: pytest.MonkeyPatch) -> None:
     batch = cutter.cut(0)
     whole = target.states(batch.input_ids)
-    real = type(target).states
+    real = type(target).states_and_final
 
-    def states(self: Target, ids: torch.Tensor) -> torch.Tensor:
+    def states(self: Target, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         if len(ids) > 2:
             raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate(handle)")
         return real(self, ids)
 
-    monkeypatch.setattr(type(target), "states", states)
+    monkeypatch.setattr(type(target), "states_and_final", states)
     limit = PieceLimit(NOWHERE)
-    torch.testing.assert_close(tap_in_pieces(target, batch, limit), whole)
+    torch.testing.assert_close(tap_in_pieces(target, batch, limit)[0], whole)
     assert limit.splits >= 1
 
 
@@ -204,6 +212,153 @@ def test_one_good_step_begins_the_count_anew(
     for step in range(3 * NOT_FINITE_LIMIT):
         stepped(mine, step + 1, batch if step % 5 == 4 else bad)
     assert mine.skipped == 3 * NOT_FINITE_LIMIT - 4
+
+
+def one_loss(
+    cutter: Cutter, drafter: Drafter, target: Target, objective: Objective
+) -> tuple[torch.Tensor, torch.Tensor, Batch]:
+    """Loss and what is right of a batch; and the batch."""
+    batch = cutter.cut(1)
+    states, final = target.states_and_final(batch.input_ids)
+    return *block_loss(drafter, target, batch, states, final, objective), batch
+
+
+def made_drafter(config: DrafterConfig) -> Drafter:
+    drafter = Drafter(config)
+    drafter.reset_parameters(1)
+    return drafter
+
+
+def by_hand(
+    drafter: Drafter, target: Target, batch: Batch
+) -> list[tuple[int, int, int, torch.Tensor, torch.Tensor]]:
+    """Of each trained position: row, block, place in it; log-probabilities by the drafter and by the target."""
+    size, found = drafter.config.block_size, []
+    with torch.no_grad():
+        for index in batch.trained.tolist():
+            row, block, k = np.unravel_index(index, (*batch.anchors.shape, size))
+            anchor = int(batch.anchors[row, block])
+            ids = batch.input_ids[row : row + 1]
+            own = batch.block_ids[row : row + 1, block * size : (block + 1) * size]
+            hidden = drafter(
+                drafter.embed(own, target.embedding),
+                torch.arange(anchor, anchor + size)[None],
+                target.states(ids)[:, :anchor],
+            )
+            logits = drafter.logits(hidden[0, k], target.head)
+            taught = target.model(ids).logits[0, anchor + k - 1]  # what the target itself expects there
+            found.append((int(row), int(block), int(k), logits.log_softmax(-1), taught.log_softmax(-1)))
+    return found
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3_5_text", "gemma2"])
+@pytest.mark.parametrize("distill", [0.4, 1.0])
+def test_distillation_is_towards_what_the_target_itself_expects_at_that_position(
+    model_type: str, distill: float, run: RunFile, cutter: Cutter, tmp_path: Path
+) -> None:
+    directory = make_target(tmp_path / "target", model_type)
+    for path in directory.glob("*.safetensors"):  # norms that are not one: their order and kind matter
+        weights = load_file(path)
+        shaken = {n: w + 0.3 * torch.rand_like(w) if "norm" in n else w for n, w in weights.items()}
+        save_file(shaken, path, metadata={"format": "pt"})
+    config = drafter_config(run, read_config(directory), MASK_TOKEN)
+    target = load_target(directory, config.target_layer_ids, CPU, torch.float32, final=True)
+    drafter = made_drafter(config)
+    loss, _, batch = one_loss(cutter, drafter, target, Objective(distill))
+    total = 0.0
+    for (*_, ours, theirs), label, weight in zip(
+        by_hand(drafter, target, batch), batch.labels, batch.weights, strict=True
+    ):
+        divergence = (theirs.exp() * (theirs - ours)).sum()
+        total += float(weight * ((1 - distill) * -ours[label] + distill * divergence))
+    assert loss.item() == pytest.approx(total / batch.total_weight, rel=1e-4)
+
+
+def test_dpace_weighs_by_confidence_and_divides_by_the_number_of_blocks(
+    config: DrafterConfig, target: Target, cutter: Cutter
+) -> None:
+    drafter = made_drafter(config)
+    even = replace(cutter, position_weights=np.array([0, 1, 1, 1], np.float32), by_block=True)
+    loss, _, batch = one_loss(even, drafter, target, Objective(dpace=True))
+    blocks: dict[tuple[int, int], list[float]] = {}
+    for (row, block, _, ours, _), label in zip(by_hand(drafter, target, batch), batch.labels, strict=True):
+        blocks.setdefault((row, block), []).append(-float(ours[label]))
+    total = 0.0
+    for nats in blocks.values():
+        reached = np.cumprod([0.5 * np.exp(-x) + 0.5 for x in nats])
+        total += float(np.dot(reached[::-1].cumsum()[::-1], nats))
+    assert len(blocks) == batch.total_weight
+    assert loss.item() == pytest.approx(total / len(blocks), rel=1e-4)
+
+
+SECOND = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 8, "selector_top_k": 4}
+
+
+def test_the_second_drafter_begins_as_the_first_and_trains_its_selector_beside(
+    run: RunFile, config: DrafterConfig, target: Target, cutter: Cutter
+) -> None:
+    first, second = made_drafter(config), made_drafter(replace(config, **SECOND))
+    second.load_state_dict(first.state_dict(), strict=False)
+    plain, right, _ = one_loss(cutter, first, target, HARD_LABELS)
+    loss, also_right, _ = one_loss(cutter, second, target, HARD_LABELS)
+    assert torch.equal(right, also_right)
+    assert loss > plain
+    settings = replace(run, train=replace(run.train, lr=3e-3))
+    mine = Trainer(settings, second.config, target, CPU, 100, None, PieceLimit(NOWHERE))
+    results = [stepped(mine, i + 1, tapped(cutter, target, PieceLimit(NOWHERE), i)) for i in range(12)]
+    assert results[-1].loss < 0.8 * results[0].loss
+    selector = mine.drafter.candidate_selector
+    assert selector is not None
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in selector.parameters())
+
+
+def test_the_selector_learns_which_of_the_candidates_comes_after_the_true_token_before(
+    config: DrafterConfig, target: Target, cutter: Cutter
+) -> None:
+    drafter = made_drafter(replace(config, **SECOND))
+    batch = cutter.cut(0)
+    rows = len(batch.labels)
+    hidden = torch.randn(rows, 32)
+    logits = hidden @ target.head.T
+    products, tokens = logits.topk(4)
+    before = torch.randint(96, (rows,))
+    losses = selector_losses(drafter, target, hidden, before, batch, products, tokens)
+    selector = drafter.candidate_selector
+    assert selector is not None
+    missing = 0
+    for i in range(rows):
+        label = batch.labels[i]
+        candidates = tokens[i].tolist()
+        if label not in candidates:
+            candidates[-1], missing = int(label), missing + 1
+        scores = torch.stack(
+            [
+                logits[i, c]
+                + (
+                    selector.predecessor_codebook[before[i]]
+                    * selector.hidden_projection(hidden[i])
+                    * selector.successor_codebook[c]
+                ).sum()
+                for c in candidates
+            ]
+        )
+        expected = -scores.log_softmax(-1)[candidates.index(int(label))]
+        torch.testing.assert_close(losses[i], expected, rtol=1e-4, atol=1e-5)
+    assert 0 < missing < rows
+
+
+def test_a_step_tells_how_many_are_right_at_each_position(
+    run: RunFile, config: DrafterConfig, target: Target, cutter: Cutter
+) -> None:
+    batch = cutter.cut(0)
+    mine = trainer(run, config, target, PieceLimit(NOWHERE))
+    _, correct = block_loss(mine.drafter, target, batch, target.states(batch.input_ids))
+    result = stepped(mine, 1, tapped(cutter, target, PieceLimit(NOWHERE)))
+    places = batch.trained % 4
+    assert result.counts == tuple(int((places == k).sum()) for k in range(4))
+    assert result.right == tuple(float(correct[places == k].sum()) for k in range(4))
+    assert result.counts[0] == 0
+    assert result.accuracy == pytest.approx(float(correct.float().mean()))
 
 
 @pytest.mark.parametrize(

@@ -200,7 +200,7 @@ def measure(trainer: Trainer, rows: int, length: int, anchors: int, steps: int) 
         torch.cuda.reset_peak_memory_stats()
     batch = cutter.cut(0).to(device)
     target_s = timed(lambda _: target.states(batch.input_ids), total, device)
-    drafter_s = drafter_seconds(trainer, Tapped(batch, target.states(batch.input_ids), None), total)
+    drafter_s = drafter_seconds(trainer, Tapped(batch, target.states(batch.input_ids), None, None), total)
     run_s = run_for(cutter, trainer, steps)
     if trainer.limit.splits:
         print(f"{rows} × {length}: did not fit, done in pieces of {trainer.limit.tokens} tokens", file=sys.stderr)

@@ -6,8 +6,8 @@ drafter has no embedding and no head: it uses the target's, frozen.
 
 import functools
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,26 @@ from torch.nn.attention.flex_attention import BlockMask, FlexKernelOptions, flex
 
 from dflash_trainer.compiling import compiled
 from dflash_trainer.errors import CannotStart
+from dflash_trainer.loss import LogitShape
+from dflash_trainer.mask import FULL, Visibility, dense_mask
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 INIT_STD = 0.02
+FULL_ATTENTION, SLIDING_ATTENTION = "full_attention", "sliding_attention"
+NESTED = (  # in the config.json's dflash_config, where the published package looks first
+    "target_layer_ids",
+    "mask_token_id",
+    "input_embedding_scale",
+    "output_multiplier",
+    "final_logit_softcapping",
+    "conv_kernel_size",
+    "conv_group_size",
+    "selector_rank",
+    "selector_top_k",
+)
 
+Mask = Tensor | BlockMask | None
 
 _compiled = functools.cache(compiled)
 
@@ -43,7 +58,10 @@ def spaced_layer_ids(target_layers: int, draft_layers: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class DrafterConfig:
-    """Sizes of a drafter. `target_layer_ids` are 0-based, "after layer i" of the target."""
+    """Sizes of a drafter. `target_layer_ids` are 0-based, "after layer i" of the target.
+
+    The `conv_…` and `selector_…` sizes are DFlash 2's, 0 in a drafter that has no such part.
+    """
 
     hidden_size: int
     num_hidden_layers: int
@@ -59,11 +77,36 @@ class DrafterConfig:
     block_size: int
     mask_token_id: int
     target_layer_ids: tuple[int, ...]
+    layer_types: tuple[str, ...] = ()  # of each layer; empty: FULL_ATTENTION
+    sliding_window: int = 0  # of the layers with SLIDING_ATTENTION
+    is_causal: bool | None = None  # inside a block; None: sliding layers are, the others not
+    input_embedding_scale: float = 1.0
+    output_multiplier: float = 1.0
+    final_logit_softcapping: float = 0.0
+    conv_kernel_size: int = 0
+    conv_group_size: int = 0
+    selector_rank: int = 0
+    selector_top_k: int = 0
+
+    @property
+    def logit_shape(self) -> LogitShape:
+        """What becomes of the products with the head."""
+        return LogitShape(self.output_multiplier, self.final_logit_softcapping)
+
+    @property
+    def sights(self) -> tuple[Visibility, ...]:
+        """What each layer sees."""
+        kinds = self.layer_types or (FULL_ATTENTION,) * self.num_hidden_layers
+        sliding = [kind == SLIDING_ATTENTION for kind in kinds]
+        return tuple(
+            Visibility(slides if self.is_causal is None else self.is_causal, self.sliding_window * slides)
+            for slides in sliding
+        )
 
     def to_json(self, dtype: str) -> dict[str, Any]:
         """config.json as its readers expect it: both spellings of RoPE, full rotation, no mrope."""
         return {
-            "architectures": ["DFlashDraftModel"],
+            "architectures": ["DFlash2DraftModel" if self.conv_kernel_size else "DFlashDraftModel"],
             "model_type": "qwen3",
             "dtype": dtype,
             "hidden_size": self.hidden_size,
@@ -78,28 +121,40 @@ class DrafterConfig:
             "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_theta},
             "attention_bias": False,
             "attention_dropout": 0.0,
-            "layer_types": ["full_attention"] * self.num_hidden_layers,
-            "use_sliding_window": False,
+            "layer_types": list(self.layer_types or (FULL_ATTENTION,) * self.num_hidden_layers),
+            "use_sliding_window": SLIDING_ATTENTION in self.layer_types,
+            "sliding_window": self.sliding_window or None,
+            **({} if self.is_causal is None else {"is_causal": self.is_causal}),
             "tie_word_embeddings": False,
             "vocab_size": self.vocab_size,
             "max_position_embeddings": self.max_position_embeddings,
             "num_target_layers": self.num_target_layers,
             "block_size": self.block_size,
             "dflash_config": {
-                "target_layer_ids": list(self.target_layer_ids),
-                "mask_token_id": self.mask_token_id,
+                spec.name: getattr(self, spec.name)
+                for spec in fields(self)
+                if spec.name in NESTED and getattr(self, spec.name) != spec.default
             },
         }
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "DrafterConfig":
-        """The sizes in a config.json. Raises KeyError for one that is missing."""
+        """The sizes in a config.json. Raises KeyError for one that is missing, ValueError for what is unknown."""
         rope = values.get("rope_parameters") or {}
-        fields = {name: values[name] for name in cls.__dataclass_fields__ if name in values}
-        fields["rope_theta"] = float(rope["rope_theta"] if "rope_theta" in rope else values["rope_theta"])
-        fields["mask_token_id"] = values["dflash_config"]["mask_token_id"]
-        fields["target_layer_ids"] = tuple(values["dflash_config"]["target_layer_ids"])
-        return cls(**fields)
+        nested = values["dflash_config"]
+        found = {name: values[name] for name in cls.__dataclass_fields__ if values.get(name) is not None}
+        found |= {name: nested[name] for name in NESTED if nested.get(name) is not None}
+        found["rope_theta"] = float(rope["rope_theta"] if "rope_theta" in rope else values["rope_theta"])
+        found |= {name: tuple(found[name]) for name in ("target_layer_ids", "layer_types") if name in found}
+        missing = [spec.name for spec in fields(cls) if spec.default is MISSING and spec.name not in found]
+        if missing:
+            raise KeyError(missing[0])
+        if unknown := {*found.get("layer_types", ())} - {FULL_ATTENTION, SLIDING_ATTENTION}:
+            raise ValueError(f"unknown layer_types {', '.join(sorted(unknown))}")
+        if SLIDING_ATTENTION not in found.get("layer_types", ()):
+            found.pop("sliding_window", None)
+            found.pop("layer_types", None)
+        return cls(**found)
 
 
 class RMSNorm(nn.Module):
@@ -144,9 +199,7 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(dim, config.rms_norm_eps)
         self.k_norm = RMSNorm(dim, config.rms_norm_eps)
 
-    def forward(
-        self, x: Tensor, context: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | BlockMask | None
-    ) -> Tensor:
+    def forward(self, x: Tensor, context: Tensor, cos: Tensor, sin: Tensor, mask: Mask) -> Tensor:
         queries = x.shape[1]
         q = self.q_norm(self._heads(self.q_proj(x)))
         keys = torch.cat((self.k_proj(context), self.k_proj(x)), dim=1)
@@ -181,6 +234,56 @@ class MLP(nn.Module):
         return out
 
 
+class Convolution(nn.Module):
+    """DFlash 2's grouped dynamic causal convolution: along the positions of a block, before and after a sublayer.
+
+    Each channel's taps are its own fixed ones plus what its group's are at this position.
+    """
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.group_size = config.conv_group_size
+        self.base_kernel = nn.Parameter(torch.empty(2, config.conv_kernel_size, config.hidden_size))
+        taps = 2 * config.conv_kernel_size * (config.hidden_size // config.conv_group_size)
+        self.kernel_projection = nn.Linear(config.hidden_size, taps, bias=False)
+
+    def prepare(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x [R, S, H] convolved, and the taps for finish()."""
+        taps = self.kernel_projection(x).unflatten(-1, (2, self.base_kernel.shape[1], -1))
+        return self._convolved(x, taps[..., 0, :, :], 0), taps[..., 1, :, :]
+
+    def finish(self, x: Tensor, taps: Tensor) -> Tensor:
+        """What the sublayer made of it, convolved."""
+        return self._convolved(x, taps, 1)
+
+    def _convolved(self, x: Tensor, taps: Tensor, which: int) -> Tensor:
+        out = torch.zeros_like(x)
+        for back in range(taps.shape[-2]):
+            before = F.pad(x[:, : x.shape[1] - back], (0, 0, back, 0))
+            weights = self.base_kernel[which, back].to(x.dtype) + taps[..., back, :].repeat_interleave(
+                self.group_size, -1
+            )
+            out = out + weights * before
+        return out
+
+
+class Selector(nn.Module):
+    """DFlash 2's candidate selector: which of a position's likeliest tokens follows the token chosen before it."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.top_k = config.selector_top_k
+        self.predecessor_codebook = nn.Parameter(torch.empty(config.vocab_size, config.selector_rank))
+        self.successor_codebook = nn.Parameter(torch.empty(config.vocab_size, config.selector_rank))
+        self.hidden_projection = nn.Linear(config.hidden_size, config.selector_rank, bias=False)
+
+    def forward(self, hidden: Tensor, before: Tensor, candidates: Tensor, unary: Tensor) -> Tensor:
+        """Scores [M, K] of `candidates` [M, K], whose logits are `unary`, after the tokens `before` [M]."""
+        wanted = F.embedding(before, self.predecessor_codebook) * self.hidden_projection(hidden)
+        pairs: Tensor = F.embedding(candidates, self.successor_codebook) @ wanted[..., None]
+        return unary + pairs.squeeze(-1)
+
+
 class Layer(nn.Module):
     """Pre-norm attention and MLP. The context is normed once, by `hidden_norm`, for all layers."""
 
@@ -190,13 +293,25 @@ class Layer(nn.Module):
         self.mlp = MLP(config)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.attention_conv = Convolution(config) if config.conv_kernel_size else None
+        self.mlp_conv = Convolution(config) if config.conv_kernel_size else None
 
-    def forward(
-        self, x: Tensor, context: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | BlockMask | None
-    ) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), context, cos, sin, mask)
-        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
-        return out
+    def forward(self, x: Tensor, context: Tensor, cos: Tensor, sin: Tensor, mask: Mask, block: int) -> Tensor:
+        def attend(normed: Tensor) -> Tensor:
+            out: Tensor = self.self_attn(normed, context, cos, sin, mask)
+            return out
+
+        x = x + _between(self.attention_conv, self.input_layernorm(x), block, attend)
+        return x + _between(self.mlp_conv, self.post_attention_layernorm(x), block, self.mlp)
+
+
+def _between(conv: Convolution | None, x: Tensor, block: int, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
+    """A sublayer between the two halves of a convolution along blocks of so many positions."""
+    if conv is None:
+        return sublayer(x)
+    blocks = (-1, block, x.shape[-1])
+    narrowed, taps = conv.prepare(x.reshape(blocks))
+    return conv.finish(sublayer(narrowed.view_as(x)).reshape(blocks), taps).view_as(x)
 
 
 class Drafter(nn.Module):
@@ -209,16 +324,24 @@ class Drafter(nn.Module):
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.candidate_selector = Selector(config) if config.selector_rank else None
 
+    @torch.no_grad()
     def reset_parameters(self, seed: int) -> None:
-        """Fresh weights: normal with standard deviation 0.02, norms at one; the same for the same seed."""
+        """Fresh weights: normal with standard deviation 0.02, norms at one; the same for the same seed.
+
+        Convolutions begin by changing nothing.
+        """
         generator = torch.Generator().manual_seed(seed)
         for parameter in self.parameters():
             if parameter.dim() == 1:
                 nn.init.ones_(parameter)
             else:
-                fresh = torch.empty(parameter.shape).normal_(0.0, INIT_STD, generator=generator)
-                parameter.data.copy_(fresh)
+                parameter.copy_(torch.empty(parameter.shape).normal_(0.0, INIT_STD, generator=generator))
+        for part in self.modules():
+            if isinstance(part, Convolution):
+                part.base_kernel.zero_()[:, 0] = 1.0
+                part.kernel_projection.weight.zero_()
 
     @torch.no_grad()
     def calm_output(self, head: Tensor) -> None:
@@ -230,30 +353,70 @@ class Drafter(nn.Module):
         spread = head.float().std() * self.config.hidden_size**0.5
         self.norm.weight.fill_(1 / max(spread.item(), 1.0))
 
+    def embed(self, ids: Tensor, embedding: Tensor) -> Tensor:
+        """What the blocks' tokens ids [B, Q] come in as [B, Q, H]; embedding [V, H] is the target's."""
+        noise = F.embedding(ids, embedding)
+        scale = self.config.input_embedding_scale
+        return noise if scale == 1 else noise * scale
+
+    def logits(self, hidden: Tensor, head: Tensor) -> Tensor:
+        """Logits [..., V], before any selector, of hidden states [..., H]; head [V, H] is the target's."""
+        return self.config.logit_shape(hidden @ head.T)
+
+    def draft(self, hidden: Tensor, anchor: int, head: Tensor) -> Tensor:
+        """The tokens [Q] that it drafts after token `anchor`, from the hidden states [Q, H] of the positions there.
+
+        head [V, H] is the target's. With a selector each is chosen in view of the one before it.
+        """
+        logits = self.logits(hidden, head)
+        if self.candidate_selector is None:
+            return logits.argmax(-1)
+        unary, candidates = logits.topk(self.candidate_selector.top_k)
+        path = [torch.tensor(anchor, device=hidden.device)]
+        for position in range(len(hidden)):
+            scores = self.candidate_selector(hidden[position], path[-1], candidates[position], unary[position])
+            path.append(candidates[position][scores.argmax()])
+        return torch.stack(path[1:])
+
     def forward(
-        self, noise: Tensor, positions: Tensor, context: Tensor, mask: Tensor | BlockMask | None = None
+        self, noise: Tensor, positions: Tensor, context: Tensor, masks: Mapping[Visibility, Mask] | None = None
     ) -> Tensor:
         """Hidden states after the final norm [B, Q, H], to be fed to the target's head.
 
-        noise [B, Q, H]: the target's embeddings of the blocks' tokens. positions [B, Q] int64: of each of them
-        in its sequence. context [B, T, n·H]: the tapped states, concatenated, at positions 0…T−1. mask: see
-        mask.py; None lets every query see everything, which is right for one block after its whole context.
+        noise [B, Q, H]: see embed(). positions [B, Q] int64: of each in its sequence. context [B, T, n·H]: the
+        tapped states, concatenated, at positions 0…T−1. masks: see masks(); None: one block after its context.
 
         With a BlockMask the layers are compiled, as FlexAttention has to be; what surrounds it joins the kernels.
         """
-        layer_forward: Callable[..., Tensor] = (
-            _compiled(Layer.forward) if isinstance(mask, BlockMask) else Layer.forward
-        )
+        sights = self.config.sights
+        block = self.config.block_size
+        if masks is None:
+            block = positions.shape[1]
+            masks = {sight: self._alone(positions, context.shape[1], sight) for sight in set(sights)}
+        compiles = any(isinstance(mask, BlockMask) for mask in masks.values())
+        layer_forward: Callable[..., Tensor] = _compiled(Layer.forward) if compiles else Layer.forward
         injected = self.hidden_norm(self.fc(context))
         before = torch.arange(context.shape[1], device=positions.device).expand(positions.shape[0], -1)
         cos, sin = rotary_angles(
             torch.cat((before, positions), dim=1), self.config.head_dim, self.config.rope_theta
         )
         x = noise
-        for layer in self.layers:
-            x = layer_forward(layer, x, injected, cos, sin, mask)
+        for layer, sight in zip(self.layers, sights, strict=True):
+            x = layer_forward(layer, x, injected, cos, sin, masks[sight], block)
         out: Tensor = self.norm(x)
         return out
+
+    def masks(
+        self, anchors: Tensor, context_length: int, make: Callable[..., Mask] = dense_mask
+    ) -> dict[Visibility, Mask]:
+        """Of blocks at anchors [B, N], by mask.dense_mask or flex_mask, for each of config.sights."""
+        size = self.config.block_size
+        return {sight: make(anchors, context_length, size, sight) for sight in set(self.config.sights)}
+
+    @staticmethod
+    def _alone(positions: Tensor, context_length: int, sight: Visibility) -> Tensor | None:
+        """The mask of one block after its whole context; None if it sees everything."""
+        return None if sight == FULL else dense_mask(positions[:, :1], context_length, positions.shape[1], sight)
 
 
 def save_drafter(state: dict[str, Tensor], config: DrafterConfig, directory: Path, dtype: torch.dtype) -> None:
@@ -266,18 +429,23 @@ def save_drafter(state: dict[str, Tensor], config: DrafterConfig, directory: Pat
     (directory / WEIGHTS_FILE).write_bytes(serialize(tensors, metadata={"format": "pt"}))
 
 
+def read_drafter_config(directory: Path) -> DrafterConfig:
+    """The configuration in a directory written by save_drafter, or published. Raises CannotStart."""
+    try:
+        return DrafterConfig.from_json(json.loads((directory / CONFIG_FILE).read_text()))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise _no_drafter(directory, error) from error
+
+
 def load_drafter(
     directory: Path, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32
 ) -> Drafter:
-    """The drafter in a directory written by save_drafter. Raises CannotStart if it is not one."""
+    """The drafter in a directory written by save_drafter, or published. Raises CannotStart if it is not one."""
+    config = read_drafter_config(directory)
     try:
-        config = DrafterConfig.from_json(json.loads((directory / CONFIG_FILE).read_text()))
         state = load_file(directory / WEIGHTS_FILE)
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-        raise CannotStart(
-            f"{directory} is not a drafter: {type(error).__name__}: {error}; give a directory that holds "
-            f"{CONFIG_FILE} and {WEIGHTS_FILE}, such as OUTPUT/drafter of a run"
-        ) from error
+    except (OSError, SafetensorError) as error:
+        raise _no_drafter(directory, error) from error
     with torch.device("meta"):
         drafter = Drafter(config)
     try:
@@ -286,3 +454,10 @@ def load_drafter(
         detail = " ".join(str(error).split())
         raise CannotStart(f"{directory}: weights do not fit {CONFIG_FILE}: {detail}") from error
     return drafter.to(device, dtype)
+
+
+def _no_drafter(directory: Path, error: Exception) -> CannotStart:
+    return CannotStart(
+        f"{directory} is not a drafter: {type(error).__name__}: {error}; give a directory that holds "
+        f"{CONFIG_FILE} and {WEIGHTS_FILE}, such as OUTPUT/drafter of a run"
+    )

@@ -3,20 +3,32 @@
 import json
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from dflash_agent import outputs
 from dflash_agent.findings import Finding
-from dflash_agent.runfile import RunFile, settings
+from dflash_agent.runfile import Drafter, RunFile, settings
 
-from dflash_trainer.drafter import DrafterConfig, spaced_layer_ids
+from dflash_trainer.drafter import (
+    FULL_ATTENTION,
+    SLIDING_ATTENTION,
+    DrafterConfig,
+    read_drafter_config,
+    spaced_layer_ids,
+)
 from dflash_trainer.errors import CannotStart
 from dflash_trainer.plan import Plan, make_plan
 from dflash_trainer.store import Progress, Survey, TokenStore, load_store, survey
-from dflash_trainer.target import choose_mask_token, read_config, target_fingerprint
+from dflash_trainer.target import (
+    choose_mask_token,
+    embedding_scale,
+    logit_shape,
+    read_config,
+    target_fingerprint,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,16 +65,14 @@ def resolve(run: RunFile, data: Survey) -> Inputs:
         np.diff(data.offsets), run.train.token_budget, run.train.seed, run.train.epochs, run.train.max_steps
     )
     used = set(np.flatnonzero(data.used).tolist())
-    mask = choose_mask_token(directory, int(config.vocab_size), used, run.drafter.mask_token_id)
-    return Inputs(
-        plan=plan,
-        drafter=drafter_config(run, config, mask),
-        identity={
-            "settings": settings(run),
-            "target": target_fingerprint(directory),
-            "data": data.fingerprint,
-        },
-    )
+    begun = read_drafter_config(Path(run.drafter.init_from)) if run.drafter.init_from else None
+    wanted = run.drafter.mask_token_id if begun is None else begun.mask_token_id
+    mask = choose_mask_token(directory, int(config.vocab_size), used, wanted)
+    drafter = drafter_config(run, config, mask) if begun is None else taken_over(run, config, begun)
+    identity = {"settings": settings(run), "target": target_fingerprint(directory), "data": data.fingerprint}
+    if begun is not None:
+        identity["init_from"] = target_fingerprint(Path(run.drafter.init_from))
+    return Inputs(plan, drafter, identity)
 
 
 def plan_line(plan: Plan, data: Survey) -> str:
@@ -107,7 +117,84 @@ def drafter_config(run: RunFile, target: Any, mask_token_id: int) -> DrafterConf
         block_size=wanted.block_size,
         mask_token_id=mask_token_id,
         target_layer_ids=taps,
+        layer_types=_layer_types(wanted),
+        sliding_window=wanted.sliding_window,
+        input_embedding_scale=embedding_scale(target),
+        output_multiplier=logit_shape(target).multiplier,
+        final_logit_softcapping=logit_shape(target).cap,
+        **_second(wanted, int(target.hidden_size)),
     )
+
+
+def _layer_types(wanted: Drafter) -> tuple[str, ...]:
+    """Which layers slide, as a configuration says it. Raises CannotStart."""
+    if not wanted.sliding_window:
+        if wanted.sliding_layers:
+            raise CannotStart(
+                "sliding_layers without sliding_window: set how many positions they see, such as 2048"
+            )
+        return ()
+    beyond = [i for i in wanted.sliding_layers if i >= wanted.layers]
+    if beyond:
+        raise CannotStart(
+            f"sliding_layers: {beyond[0]} is none of the drafter's; use ids up to {wanted.layers - 1}"
+        )
+    slide = wanted.sliding_layers or range(wanted.layers - 1)
+    return tuple(SLIDING_ATTENTION if i in slide else FULL_ATTENTION for i in range(wanted.layers))
+
+
+def _second(wanted: Drafter, hidden_size: int) -> dict[str, Any]:
+    """The sizes of DFlash 2's parts, if there are any. Raises CannotStart."""
+    if not wanted.conv_kernel_size and not wanted.selector_rank:
+        return {}
+    if not (wanted.conv_kernel_size and wanted.selector_rank):
+        raise CannotStart(
+            "DFlash 2 has convolutions and a selector: set conv_kernel_size and selector_rank, or neither"
+        )
+    if hidden_size % wanted.conv_group_size:
+        raise CannotStart(
+            f"conv_group_size = {wanted.conv_group_size} does not divide the hidden size, {hidden_size}; change it"
+        )
+    names = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+    return {name: getattr(wanted, name) for name in names}
+
+
+TAKEN_OVER = {  # keys of [drafter] that init_from's checkpoint decides, and what its configuration calls them
+    "layers": "num_hidden_layers",
+    "block_size": "block_size",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "intermediate": "intermediate_size",
+    "mask_token_id": "mask_token_id",
+    "target_layer_ids": "target_layer_ids",
+    "sliding_window": "sliding_window",
+    "conv_kernel_size": "conv_kernel_size",
+    "conv_group_size": "conv_group_size",
+    "selector_rank": "selector_rank",
+    "selector_top_k": "selector_top_k",
+}
+
+
+def taken_over(run: RunFile, target: Any, begun: DrafterConfig) -> DrafterConfig:
+    """The configuration of the drafter that a run begins with.
+
+    Raises CannotStart if it is of another target, or if [drafter] says something else that is not the default.
+    """
+    where = f"init_from {run.drafter.init_from}"
+    theirs = {"hidden_size": target.hidden_size, "num_target_layers": target.num_hidden_layers}
+    for name, value in theirs.items():
+        if getattr(begun, name) != value:
+            raise CannotStart(
+                f"{where} is of a target with {name} {getattr(begun, name)}, but {run.target.model} has {value}; "
+                f"give a drafter of this target"
+            )
+    for spec in fields(Drafter):
+        wanted = getattr(run.drafter, spec.name)
+        if spec.name in TAKEN_OVER and wanted not in (spec.default, getattr(begun, TAKEN_OVER[spec.name])):
+            there = getattr(begun, TAKEN_OVER[spec.name])
+            raise CannotStart(f"{where} has {spec.name} {there}, [drafter] {wanted}; remove that, or set it alike")
+    return begun
 
 
 def claim_output(run: RunFile, identity: dict[str, Any], fresh: bool) -> Path:

@@ -28,8 +28,9 @@ class Batch:
     trained: Tensor  # [M] int64: where in [B, N·S], flattened; ascending
     labels: Tensor  # [M] int64
     weights: Tensor  # [M] float32, above zero
+    counts: tuple[int, ...]  # [S] how many are trained at each position of a block
     ends: tuple[int, ...]  # [B + 1] row i's are those from ends[i] to ends[i+1]
-    total_weight: float  # of all rows of the step
+    total_weight: float  # what the sum over all rows of the step is divided by
 
     def rows(self, begin: int, end: int) -> "Batch":
         """Some of its rows, out of the same step."""
@@ -64,6 +65,7 @@ class Cutter:
     max_anchors: int
     mask_token_id: int
     position_weights: np.ndarray[tuple[int], np.dtype[np.float32]]  # [S]
+    by_block: bool = False  # the loss is the mean over blocks, not over all weights
 
     def cut(self, step: int) -> Batch:
         """The batch of a 0-based optimizer step."""
@@ -111,6 +113,7 @@ class Cutter:
             trained=torch.from_numpy(trained),
             labels=torch.from_numpy(labels.reshape(-1)[trained]),
             weights=torch.from_numpy(weights.reshape(-1)[trained]),
+            counts=tuple(np.bincount(trained % size, minlength=size).tolist()),
             ends=tuple(np.searchsorted(trained, np.arange(len(rows) + 1) * blocks * size).tolist()),
-            total_weight=float(weights.sum()),
+            total_weight=float(weights.any(-1).sum() if self.by_block else weights.sum()),
         )

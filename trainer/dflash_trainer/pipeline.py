@@ -47,6 +47,7 @@ class Tapped:
 
     batch: Batch
     context: Tensor  # [B, T, n·H]
+    final: Tensor | None  # [B, T, H] what the target's head turns into its logits, where that is wanted
     span: Span | None
 
     def wait(self) -> None:
@@ -55,7 +56,7 @@ class Tapped:
             return
         stream = torch.cuda.current_stream()
         stream.wait_event(self.span.end)
-        for tensor in (self.context, *(getattr(self.batch, n) for n in Batch.__slots__)):
+        for tensor in (self.context, self.final, *(getattr(self.batch, n) for n in Batch.__slots__)):
             if isinstance(tensor, Tensor):
                 tensor.record_stream(stream)
 
@@ -101,15 +102,18 @@ class Pipeline:
         return found
 
 
-def tap_in_pieces(target: Target, batch: Batch, limit: PieceLimit) -> Tensor:
-    """The target's states [B, T, n·H] of a batch, as many rows at a time as memory allows."""
+def tap_in_pieces(target: Target, batch: Batch, limit: PieceLimit) -> tuple[Tensor, Tensor | None]:
+    """The target's states [B, T, n·H] of a batch and its final ones, as many rows at a time as memory allows."""
     rows, length = batch.input_ids.shape
 
-    def work(begin: int, end: int) -> Tensor:
-        return target.states(batch.input_ids[begin:end])
+    def work(begin: int, end: int) -> tuple[Tensor, Tensor | None]:
+        return target.states_and_final(batch.input_ids[begin:end])
 
     parts = limit.in_pieces(rows, length, work, lambda: None, batch.step + 1)
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    if len(parts) == 1:
+        return parts[0]
+    finals = [final for _, final in parts if final is not None]
+    return torch.cat([states for states, _ in parts]), torch.cat(finals) if finals else None
 
 
 @contextlib.contextmanager
@@ -129,8 +133,8 @@ def pipeline(
             for batch in line.batches:
                 here = batch.to(device)
                 begin = mark(stream) if stream else None
-                context = tap_in_pieces(target, here, limit)
-                line.tapped.put(Tapped(here, context, Span(begin, mark(stream)) if stream and begin else None))
+                states = tap_in_pieces(target, here, limit)
+                line.tapped.put(Tapped(here, *states, Span(begin, mark(stream)) if stream and begin else None))
 
     threads = [run_stage("loader", load, line.batches), run_stage("target", tap, line.tapped)]
     try:

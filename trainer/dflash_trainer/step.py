@@ -12,11 +12,11 @@ from dflash_agent import outputs
 from dflash_agent.runfile import RunFile
 from torch import Tensor
 
-from dflash_trainer.drafter import Drafter, DrafterConfig, save_drafter
+from dflash_trainer.drafter import Drafter, DrafterConfig, load_drafter, save_drafter
 from dflash_trainer.errors import CannotStart, is_compiling
 from dflash_trainer.journal import log
 from dflash_trainer.loader import Batch
-from dflash_trainer.loss import weighted_cross_entropy
+from dflash_trainer.loss import Objective, dpace_weights, position_losses
 from dflash_trainer.mask import dense_mask, flex_mask
 from dflash_trainer.memory import PieceLimit
 from dflash_trainer.optim import learning_rate, make_optimizer
@@ -25,19 +25,23 @@ from dflash_trainer.target import Target
 
 STATE_FILE = "state.pt"
 NOT_FINITE_LIMIT = 8
+HARD_LABELS = Objective()
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """Loss (weighted mean, nats), share of trained positions predicted right, gradient norm, learning rate.
 
-    `on_gpu` has the seconds that the target's forward and the drafter's step took there; nothing on CPU.
+    By position in a block, from the anchor's on: `right` of `counts` trained ones were predicted right. `on_gpu`
+    has the seconds that the target's forward and the drafter's step took there; nothing on CPU.
     """
 
     loss: float
     accuracy: float
     grad_norm: float
     lr: float
+    right: tuple[float, ...] = ()
+    counts: tuple[int, ...] = ()
     on_gpu: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -50,7 +54,9 @@ class Submitted:
     row_ids: tuple[int, ...]
     tokens: int  # without padding
     lr: float
-    numbers: Tensor  # [3] float32 on the host: loss, accuracy, gradient norm, there once the spans have ended
+    counts: tuple[int, ...]  # see Batch
+    # On the host, there once the spans have ended: loss, gradient's norm, and how many are right by position.
+    numbers: Tensor  # [2 + S] float32
     spans: Mapping[str, Span]
 
 
@@ -71,14 +77,16 @@ class Trainer:
         self.target = target
         self.device = device
         self.dense = run.train.attention == "dense"
+        self.objective = Objective(run.train.distill, run.train.position_weights == "dpace")
         self.total_steps = total_steps
         self.limit = limit
         self.skipped = 0  # steps of this attempt whose loss or gradient was not finite
         self.in_a_row = 0
-        self.drafter = Drafter(config)
+        begun = not state and run.drafter.init_from
+        self.drafter = load_drafter(Path(begun)) if begun else Drafter(config)
         if state:
             self.drafter.load_state_dict(state["drafter"])
-        else:
+        elif not begun:
             self.drafter.reset_parameters(run.train.seed)
             self.drafter.calm_output(target.head)
         self.drafter.to(device)
@@ -99,18 +107,18 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.zero_grad()
-        loss, accuracy = self._gradient(step, tapped)
+        loss, right = self._gradient(step, tapped)
         norm = torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), self.settings.clip)
         # What GradScaler tells an optimizer of its own kind: those that are fused do nothing then.
         self.optimizer.found_inf = (~(loss.isfinite() & norm.isfinite())).float()  # type: ignore[attr-defined]
         self.optimizer.step()
-        numbers = torch.stack((loss, accuracy, norm))
+        numbers = torch.cat((torch.stack((loss, norm)), right))
         spans = {} if tapped.span is None else {"target": tapped.span}
         if stream and begin:
             numbers = torch.empty_like(numbers, device="cpu", pin_memory=True).copy_(numbers, non_blocking=True)
             spans["drafter"] = Span(begin, mark(stream))
         batch = tapped.batch
-        return Submitted(step, batch.epoch, batch.row_ids, batch.tokens, lr, numbers, spans)
+        return Submitted(step, batch.epoch, batch.row_ids, batch.tokens, lr, batch.counts, numbers, spans)
 
     def settle(self, submitted: Submitted) -> StepResult:
         """What a step came to, once the GPU is done with it; steps are settled in order.
@@ -119,9 +127,10 @@ class Trainer:
         """
         for span in submitted.spans.values():
             span.end.synchronize()
-        loss, accuracy, norm = submitted.numbers.tolist()
+        loss, norm, *right = submitted.numbers.tolist()
+        accuracy = sum(right) / sum(submitted.counts)
         on_gpu = {stage: span.seconds() for stage, span in submitted.spans.items()}
-        result = StepResult(loss, accuracy, norm, submitted.lr, on_gpu)
+        result = StepResult(loss, accuracy, norm, submitted.lr, tuple(right), submitted.counts, on_gpu)
         if math.isfinite(loss) and math.isfinite(norm):
             self.in_a_row = 0
         else:
@@ -129,16 +138,22 @@ class Trainer:
         return result
 
     def _gradient(self, step: int, tapped: Tapped) -> tuple[Tensor, Tensor]:
-        """Adds up the gradient of a batch's loss, in pieces if need be; loss and accuracy."""
-        batch = tapped.batch
+        """Adds up the gradient of a batch's loss, in pieces if need be; the loss, and how many are right [S]."""
+        batch, final = tapped.batch, tapped.final
         rows, length = batch.input_ids.shape
+        size = len(batch.counts)
 
         def work(begin: int, end: int) -> tuple[Tensor, Tensor]:
             with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
                 piece = batch if end - begin == rows else batch.rows(begin, end)
-                loss, correct = block_loss(self.drafter, self.target, piece, tapped.context[begin:end], self.dense)
+                taught = None if final is None else final[begin:end]
+                context = tapped.context[begin:end]
+                loss, correct = block_loss(
+                    self.drafter, self.target, piece, context, taught, self.objective, self.dense
+                )
             loss.backward()  # type: ignore[no-untyped-call]
-            return loss.detach(), correct.sum()
+            right = torch.zeros(size, device=correct.device)
+            return loss.detach(), right.index_add_(0, piece.trained % size, correct.float())
 
         try:
             parts = self.limit.in_pieces(rows, length, work, self.optimizer.zero_grad, step)
@@ -149,7 +164,7 @@ class Trainer:
             raise CannotStart(
                 f'the drafter\'s layers cannot be compiled: {reason}; set attention = "dense" in [train]'
             ) from error
-        return sum_of([loss for loss, _ in parts]), sum_of([correct for _, correct in parts]) / len(batch.labels)
+        return sum_of([loss for loss, _ in parts]), sum_of([right for _, right in parts])
 
     def _skip(self, skipped: Submitted, result: StepResult) -> None:
         self.skipped += 1
@@ -185,31 +200,76 @@ class Trainer:
 
 
 def block_loss(
-    drafter: Drafter, target: Target, batch: Batch, context: Tensor, dense: bool = False
+    drafter: Drafter,
+    target: Target,
+    batch: Batch,
+    context: Tensor,
+    final: Tensor | None = None,
+    objective: Objective = HARD_LABELS,
+    dense: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Weighted cross-entropy of a batch's blocks, and which trained positions are predicted right (bool).
+    """The loss of a batch's blocks, and which trained positions are predicted right (bool [M]).
 
-    context [B, T, n·H]. Only trained positions go through the head. The loss is a differentiable scalar: the mean
-    over all weights of the step, or a part of it if the batch is only a piece of the step's. `dense`: without
-    FlexAttention, as it is without a GPU.
+    context [B, T, n·H]; final [B, T, H], the target's states after its final norm, to distill. Only trained
+    positions go through the head. The loss is a differentiable scalar: the mean over the step's weights or blocks,
+    or a part of it if the batch is only a piece of the step's. `dense`: without FlexAttention, as without a GPU.
     """
-    make_mask = flex_mask if context.is_cuda and not dense else dense_mask
-    size = batch.block_ids.shape[1] // batch.anchors.shape[1]
-    mask = make_mask(batch.anchors, context.shape[1], size)
+    masks = drafter.masks(
+        batch.anchors, context.shape[1], flex_mask if context.is_cuda and not dense else dense_mask
+    )
     device = context.device.type
     autocast = torch.is_autocast_enabled(device)
     own_type = torch.get_autocast_dtype(device) if autocast else drafter.norm.weight.dtype  # not the target's
-    noise = F.embedding(batch.block_ids, target.embedding).to(own_type)
-    hidden = drafter(noise, batch.positions, context.to(own_type), mask)
-    hidden = hidden.flatten(0, 1).index_select(0, batch.trained).to(target.head.dtype)
+    noise = drafter.embed(batch.block_ids, target.embedding).to(own_type)
+    hidden = drafter(noise, batch.positions, context.to(own_type), masks)
+    hidden = hidden.flatten(0, 1).index_select(0, batch.trained)
+    # Where in the rows, flattened, the token before each trained position is: its state predicts that position's.
+    rows = batch.trained.div(batch.block_ids.shape[1], rounding_mode="floor")
+    before = rows * batch.input_ids.shape[1] + batch.positions.flatten()[batch.trained] - 1
+    selector = drafter.candidate_selector
     with torch.autocast(device, enabled=False):
-        loss, correct = weighted_cross_entropy(hidden, target.head, batch.labels, batch.weights)
-    return loss / batch.total_weight, correct
+        losses, nats, correct, *kept = position_losses(
+            hidden.to(target.head.dtype),
+            target.head,
+            batch.labels,
+            drafter.config.logit_shape,
+            objective.distill,
+            None if final is None else final.flatten(0, 1).index_select(0, before),
+            target.logit_shape,
+            selector.top_k if selector else 0,
+        )
+    if selector:
+        losses = losses + selector_losses(drafter, target, hidden, batch.input_ids.flatten()[before], batch, *kept)
+    weights = batch.weights
+    if objective.dpace:
+        size = drafter.config.block_size
+        weights = weights * dpace_weights(nats, batch.trained, batch.block_ids.numel() // size, size)
+    return (losses * weights).sum() / batch.total_weight, correct
+
+
+def selector_losses(
+    drafter: Drafter, target: Target, hidden: Tensor, before: Tensor, batch: Batch, products: Tensor, tokens: Tensor
+) -> Tensor:
+    """Cross-entropy [M] of the selector's choice among each position's candidates, after the true token before it.
+
+    hidden [M, H], before [M], products and tokens [M, K]. Where the right token is not among the likeliest it takes
+    the last one's place. What the head says is taken as it is: the drafter learns it by the other loss.
+    """
+    assert drafter.candidate_selector is not None
+    labels = batch.labels[:, None]
+    missing = (tokens != labels).all(-1, keepdim=True)
+    last = torch.arange(tokens.shape[1], device=tokens.device) == tokens.shape[1] - 1
+    there = (hidden.detach().to(target.head.dtype) * target.head[batch.labels]).sum(-1, keepdim=True)
+    products = torch.where(missing & last, there, products)
+    tokens = torch.where(missing & last, labels, tokens)
+    unary = drafter.config.logit_shape(products.float())
+    scores = drafter.candidate_selector(hidden, before, tokens, unary)
+    return F.cross_entropy(scores.float(), (tokens == labels).int().argmax(-1), reduction="none")
 
 
 def sum_of(parts: list[Tensor]) -> Tensor:
-    """Of scalars; of one it is that one, bit for bit."""
-    return parts[0] if len(parts) == 1 else torch.stack(parts).sum()
+    """Of tensors of one shape; of one it is that one, bit for bit."""
+    return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
 
 
 def _write_state(state: dict[str, Any], path: Path) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from dflash_trainer.compiling import compiled
 from dflash_trainer.errors import CannotStart, is_compiling, is_out_of_memory
+from dflash_trainer.loss import LogitShape
 
 SAMPLE_BYTES = 1 << 20
 DELTA_RULE = "delta rule"
@@ -45,6 +46,7 @@ class Target:
     embedding: Tensor  # [V, H]
     head: Tensor  # [V, H]; the same storage as the embedding where the target ties them
     whole: bool  # whether the decoder runs to the end, final norm included
+    logit_shape: LogitShape
 
     def states(self, input_ids: Tensor) -> Tensor:
         """Tapped states [B, T, n·H] of input_ids [B, T], in the order of the tapped layers. Raises CannotStart."""
@@ -197,7 +199,21 @@ def tap(model: Any, layer_ids: tuple[int, ...], final: bool = False) -> Target:
         decoder.norm = nn.Identity()
     taps = tuple(decoder.layers[i] for i in layer_ids)
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    return Target(model, decoder, taps, embedding, head, final)
+    return Target(model, decoder, taps, embedding, head, final, logit_shape(model.config.get_text_config()))
+
+
+def logit_shape(config: Any) -> LogitShape:
+    """What a target of this configuration does to the products with its head (Granite, Cohere, Gemma)."""
+    divided, multiplied = getattr(config, "logits_scaling", None), getattr(config, "logit_scale", None)
+    cap = getattr(config, "final_logit_softcapping", None)
+    return LogitShape(float(1 / divided if divided else multiplied or 1), float(cap or 0))
+
+
+def embedding_scale(config: Any) -> float:
+    """What a target of this configuration multiplies its embeddings by (Gemma, Granite)."""
+    if config.model_type.startswith("gemma"):
+        return float(config.hidden_size**0.5)
+    return float(getattr(config, "embedding_multiplier", None) or 1.0)
 
 
 def _double(module: nn.Module) -> Any:

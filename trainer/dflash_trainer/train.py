@@ -10,10 +10,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import numpy as np
 import torch
 from dflash_agent import outputs
 from dflash_agent.runfile import RunFile, seconds
 from dflash_agent.words import span
+from numpy.typing import NDArray
 
 from dflash_trainer import autotune, checkpoint, notify
 from dflash_trainer.errors import CannotStart, TryAgain
@@ -63,14 +65,21 @@ def train(run: RunFile, fresh: bool = False) -> None:
         autotune.make_thread_safe()
     if run.target.dtype == "float8":
         check_float8(device)
-    target = load_target(Path(run.target.model), inputs.drafter.target_layer_ids, device, target_dtype(run, device))
+    target = load_target(
+        Path(run.target.model),
+        inputs.drafter.target_layer_ids,
+        device,
+        target_dtype(run, device),
+        final=run.train.distill > 0,
+    )
     if run.target.dtype == "float8":
         count = to_float8(target.decoder.layers)
         log(f"{count} matrix products of the target run on float8", event="float8")
     found = kernels(target.decoder)
     depth, layers = max(inputs.drafter.target_layer_ids) + 1, inputs.drafter.num_target_layers
     by = ", ".join(f"{work} by {package}" for work, package in found.items())
-    log(f"target loaded, {depth} of {layers} layers, as far as they are tapped; {by}", event="loaded")
+    part = f"all {layers} layers" if target.whole else f"{depth} of {layers} layers, as far as they are tapped"
+    log(f"target loaded, {part}; {by}", event="loaded")
     check_kernels(found, device, run.target.slow_kernels == "allow")
     if device.type == "cuda" and run.target.compile == "auto":
         compile_layers(target.decoder)
@@ -84,7 +93,8 @@ def train(run: RunFile, fresh: bool = False) -> None:
         seed=run.train.seed,
         max_anchors=run.train.max_anchors,
         mask_token_id=inputs.drafter.mask_token_id,
-        position_weights=position_weights(run.drafter.block_size, run.drafter.loss_decay).numpy(),
+        position_weights=static_weights(run, inputs.drafter.block_size),
+        by_block=run.train.position_weights == "dpace",
     )
     watchdog = notify.Watchdog()
     saver = checkpoint.Saver(output, run.output.keep_last, run.output.keep_every, lambda: sign_of_life(watchdog))
@@ -142,6 +152,13 @@ def train(run: RunFile, fresh: bool = False) -> None:
         event=reason,
         step=step,
     )
+
+
+def static_weights(run: RunFile, block_size: int) -> NDArray[np.float32]:
+    """The weights [S] of a block's positions that do not follow from its losses."""
+    if run.train.position_weights == "dpace":
+        return np.array([0.0] + [1.0] * (block_size - 1), np.float32)
+    return position_weights(block_size, run.drafter.loss_decay).numpy()
 
 
 def target_dtype(run: RunFile, device: torch.device) -> torch.dtype:
@@ -286,6 +303,14 @@ class Meter:
             "epoch": epoch,
             "loss": sum(r.loss for r in self.results) / count,
             "accuracy": sum(r.accuracy for r in self.results) / count,
+            "accuracy_by_position": [
+                round(sum(right) / trained, 4) if (trained := sum(counts)) else None
+                for right, counts in zip(
+                    zip(*(r.right[1:] for r in self.results), strict=True),
+                    zip(*(r.counts[1:] for r in self.results), strict=True),
+                    strict=True,
+                )
+            ],
             "lr": self.results[-1].lr,
             "grad_norm": sum(r.grad_norm for r in self.results) / count,
             "tokens_per_s": self.tokens / seconds,
