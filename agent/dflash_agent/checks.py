@@ -18,7 +18,7 @@ from typing import Any
 from dflash_agent import runtime
 from dflash_agent.dataset import data_files
 from dflash_agent.findings import Finding
-from dflash_agent.runfile import STATE_DIR, ConfigError, RunFile, load
+from dflash_agent.runfile import MIXTURE_WIDTH, STATE_DIR, ConfigError, RunFile, load
 from dflash_agent.words import size
 
 PRIVATE_DIRS = (Path("/tmp"), Path("/var/tmp"))
@@ -222,20 +222,33 @@ def check_shm() -> Iterator[Finding]:
 
 
 def checkpoint_bytes(run: RunFile) -> int | None:
-    """About what one checkpoint takes, from the target's sizes; None if those cannot be read."""
+    """About what one checkpoint takes, from the sizes of target and drafter; None if those cannot be read."""
+    wanted = run.drafter
+    begun = wanted.init_from  # whose sizes count then
     try:
-        config = json.loads((Path(run.target.model) / "config.json").read_text())
+        config = json.loads((Path(begun or run.target.model) / "config.json").read_text())
         sizes: dict[str, Any] = config.get("text_config", config)
+        own: dict[str, Any] = config["dflash_config"] if begun else {}
         hidden = int(sizes["hidden_size"])
-        heads = run.drafter.heads or int(sizes["num_attention_heads"])
-        kv_heads = run.drafter.kv_heads or int(sizes.get("num_key_value_heads") or heads)
-        dim = run.drafter.head_dim or int(sizes.get("head_dim") or hidden // int(sizes["num_attention_heads"]))
-        inner = run.drafter.intermediate or int(sizes["intermediate_size"])
+        heads = (not begun and wanted.heads) or int(sizes["num_attention_heads"])
+        kv_heads = (not begun and wanted.kv_heads) or int(sizes.get("num_key_value_heads") or heads)
+        dim = (not begun and wanted.head_dim) or int(
+            sizes.get("head_dim") or hidden // int(sizes["num_attention_heads"])
+        )
+        inner = (not begun and wanted.intermediate) or int(sizes.get("intermediate_size") or MIXTURE_WIDTH * hidden)
+        layers = int(sizes["num_hidden_layers"]) if begun else wanted.layers
+        taps = len(own["target_layer_ids"] if begun else wanted.target_layer_ids) or layers
+        taken = {
+            name: int(own.get(name) or 0) if begun else getattr(wanted, name)
+            for name in ("conv_kernel_size", "conv_group_size", "selector_rank")
+        }
+        vocabulary = int(sizes["vocab_size"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    layers = run.drafter.layers
-    taps = len(run.drafter.target_layer_ids) or layers
     parameters = taps * hidden * hidden + layers * hidden * (2 * dim * (heads + kv_heads) + 3 * inner)
+    if kernel := taken["conv_kernel_size"]:
+        parameters += layers * 4 * kernel * hidden * (1 + hidden // max(1, taken["conv_group_size"]))
+    parameters += taken["selector_rank"] * (2 * vocabulary + hidden)
     return parameters * (MASTER_BYTES + EXPORT_BYTES)
 
 

@@ -24,6 +24,7 @@ SLOW_KERNELS = ("refuse", "allow")
 COMPILE = ("auto", "never")
 ATTENTION = ("auto", "dense")
 POSITION_WEIGHTS = ("decay", "dpace")
+MIXTURE_WIDTH = 3  # times the hidden size: the drafter's MLP where the target has experts only
 ON_DIRTY = ("wait", "fail", "reap")
 ALL_GPUS, NO_GPUS = "auto", "none"
 _DEVICE = re.compile(r"\d{1,3}|GPU-[0-9a-fA-F-]{4,}|(?:[0-9a-fA-F]{4,8}:)?[0-9a-fA-F]{2}:[0-9a-fA-F]{2}(?:\.0)?")

@@ -126,19 +126,27 @@ def test_a_path_that_only_the_host_sees_is_refused(tmp_path: Path) -> None:
     assert tmp_path.is_absolute()
 
 
-def test_a_checkpoint_is_estimated_as_large_as_the_trainer_makes_it(target_dir: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("second", [False, True])
+def test_a_checkpoint_is_estimated_as_large_as_the_trainer_makes_it(
+    second: bool, target_dir: Path, tmp_path: Path
+) -> None:
     import torch
-    from dflash_trainer.drafter import Drafter
+    from dflash_trainer.drafter import Drafter, save_drafter
     from dflash_trainer.inputs import drafter_config
     from dflash_trainer.target import read_config
 
     run = run_on(target_dir, tmp_path, tmp_path)
-    with torch.device("meta"):
-        drafter = Drafter(drafter_config(run, read_config(target_dir), 1))
+    parts = {"conv_kernel_size": 3, "conv_group_size": 4, "selector_rank": 8} if second else {}
+    run = replace(run, drafter=replace(run.drafter, layers=3, **parts))
+    drafter = Drafter(drafter_config(run, read_config(target_dir), 1))
     real = 16 * sum(parameter.numel() for parameter in drafter.parameters())
     estimate = checks.checkpoint_bytes(run)
     assert estimate is not None
     assert 0.9 * real < estimate <= real
+    save_drafter(drafter.state_dict(), drafter.config, tmp_path / "begun", torch.float32)
+    begun = run_on(target_dir, tmp_path, tmp_path)
+    begun = replace(begun, drafter=replace(begun.drafter, init_from=str(tmp_path / "begun")))
+    assert checks.checkpoint_bytes(begun) == estimate
 
 
 def test_too_little_room_is_refused_with_the_numbers(target_dir: Path, tmp_path: Path) -> None:

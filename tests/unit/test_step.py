@@ -347,6 +347,46 @@ def test_the_selector_learns_which_of_the_candidates_comes_after_the_true_token_
     assert 0 < missing < rows
 
 
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "qwen3_5_text", "qwen3_5_moe_text", "gemma2", "gemma3_text")
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_a_drafter_for_every_family_sees_what_the_target_embeds_and_learns(
+    model_type: str, run: RunFile, cutter: Cutter, tmp_path: Path
+) -> None:
+    directory = make_target(tmp_path / "target", model_type)
+    config = drafter_config(run, read_config(directory), MASK_TOKEN)
+    target = load_target(directory, config.target_layer_ids, CPU, torch.float32)
+    settings = replace(run, train=replace(run.train, lr=1e-2))
+    mine = Trainer(settings, config, target, CPU, 100, None, PieceLimit(NOWHERE))
+    ids = torch.arange(3, 90)[None]
+    embedded = mine.drafter.embed(ids, target.embedding)
+    torch.testing.assert_close(embedded, target.model.get_input_embeddings()(ids))
+    results = [stepped(mine, i + 1, tapped(cutter, target, PieceLimit(NOWHERE), 0)) for i in range(20)]
+    assert results[-1].loss < 0.8 * results[0].loss
+
+
+@pytest.mark.parametrize(("layers", "block_size"), [(1, 4), (8, 32), (3, 7)])
+def test_shapes_from_one_layer_to_eight_and_blocks_of_4_to_32_learn(
+    layers: int, block_size: int, run: RunFile, cutter: Cutter
+) -> None:
+    shape = replace(run.drafter, layers=layers, block_size=block_size, target_layer_ids=(0, 1, 2), sliding_window=9)
+    mine = replace(run, train=replace(run.train, lr=3e-3), drafter=shape)
+    config = drafter_config(mine, read_config(Path(run.target.model)), MASK_TOKEN)
+    assert config.layer_types.count("sliding_attention") == layers - 1
+    target = load_target(Path(run.target.model), config.target_layer_ids, CPU, torch.float32)
+    wide = replace(cutter, position_weights=position_weights(block_size, 0.0).numpy())
+    trainer = Trainer(mine, config, target, CPU, 100, None, PieceLimit(NOWHERE))
+    results = [stepped(trainer, i + 1, tapped(wide, target, PieceLimit(NOWHERE), 0)) for i in range(15)]
+    assert results[-1].loss < 0.8 * results[0].loss
+
+
+def test_masters_are_float32_whatever_the_targets_type(run: RunFile, config: DrafterConfig) -> None:
+    half = load_target(Path(run.target.model), config.target_layer_ids, CPU, torch.bfloat16)
+    mine = trainer(run, config, half, PieceLimit(NOWHERE))
+    assert {parameter.dtype for parameter in mine.drafter.parameters()} == {torch.float32}
+
+
 def test_a_step_tells_how_many_are_right_at_each_position(
     run: RunFile, config: DrafterConfig, target: Target, cutter: Cutter
 ) -> None:

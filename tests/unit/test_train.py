@@ -122,9 +122,24 @@ def test_a_complete_run_says_so_and_exits_0_at_once(train_flags: Flags, tmp_path
         assert "nothing left to train" in process.stderr.read()
 
 
-def test_sigkill_and_resume_give_the_same_drafter_bit_for_bit(train_flags: Flags, tmp_path: Path) -> None:
-    assert train(train_flags(output_dir=tmp_path / "unbroken")).returncode == 0
-    flags = train_flags(output_dir=tmp_path / "broken")
+ALL_AT_ONCE = {
+    "distill": 0.5,
+    "position_weights": "dpace",
+    "sliding_window": 12,
+    "conv_kernel_size": 2,
+    "conv_group_size": 8,
+    "selector_rank": 4,
+    "selector_top_k": 8,
+}
+
+
+@pytest.mark.parametrize("more", [{}, ALL_AT_ONCE], ids=["plain", "all at once"])
+def test_sigkill_and_resume_give_the_same_drafter_bit_for_bit(
+    more: dict[str, object], train_flags: Flags, tmp_path: Path
+) -> None:
+    done = train(train_flags(output_dir=tmp_path / "unbroken", **more))
+    assert done.returncode == 0, done.stderr
+    flags = train_flags(output_dir=tmp_path / "broken", **more)
     with running(flags, tmp_path) as (process, notified):
         wait_for(notified, "STATUS=step 10/20")
         process.kill()
@@ -135,6 +150,28 @@ def test_sigkill_and_resume_give_the_same_drafter_bit_for_bit(train_flags: Flags
     losses = {row["step"]: row["loss"] for row in rows(tmp_path / "unbroken")}
     again = {row["step"]: row["loss"] for row in rows(tmp_path / "broken")}
     assert losses[20] == again[20]
+
+
+def test_a_run_begins_with_the_weights_and_the_shape_of_another_drafter(train_flags: Flags, tmp_path: Path) -> None:
+    shape = {"draft_layers": 1, "block_size": 5, "sliding_window": 12, "sliding_layers": 0}
+    assert train(train_flags(output_dir=tmp_path / "first", max_steps=60, lr=1e-2, **shape)).returncode == 0
+    begun = tmp_path / "first/drafter"
+    more = {"max_steps": 3, "init_from": begun}
+    refused = train(train_flags(output_dir=tmp_path / "second", draft_layers=1, block_size=7, **more))
+    assert refused.returncode == 78
+    assert last_line(refused).endswith("has block_size 5, [drafter] 7; remove that, or set it alike")
+    # 5 layers and blocks of 16 are the defaults: nothing was asked for
+    done = train(train_flags(output_dir=tmp_path / "second", draft_layers=5, block_size=16, **more))
+    assert done.returncode == 0, done.stderr
+    assert rows(tmp_path / "second")[0]["loss"] < 1.1 * rows(tmp_path / "first")[-1]["loss"]
+    config = json.loads((tmp_path / "second/drafter/config.json").read_text())
+    assert (config["num_hidden_layers"], config["block_size"], config["sliding_window"]) == (1, 5, 12)
+    other = make_target(tmp_path / "other", "qwen3_5_text")
+    text = json.loads((other / "config.json").read_text()) | {"num_hidden_layers": 2}
+    (other / "config.json").write_text(json.dumps(text | {"layer_types": text["layer_types"][:2]}))
+    strange = train(train_flags(output_dir=tmp_path / "third", init_from=begun, target_model=other))
+    assert strange.returncode == 78
+    assert "is of a target with num_target_layers 4" in last_line(strange)
 
 
 def test_sigterm_saves_and_exits_0_and_the_next_start_goes_on(train_flags: Flags, tmp_path: Path) -> None:

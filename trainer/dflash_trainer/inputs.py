@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from dflash_agent import outputs
 from dflash_agent.findings import Finding
-from dflash_agent.runfile import Drafter, RunFile, settings
+from dflash_agent.runfile import MIXTURE_WIDTH, Drafter, RunFile, settings
 
 from dflash_trainer.drafter import (
     FULL_ATTENTION,
@@ -101,6 +101,7 @@ def drafter_config(run: RunFile, target: Any, mask_token_id: int) -> DrafterConf
         raise CannotStart(f"heads = {heads} is no multiple of kv_heads = {kv_heads}; change one of them")
     head_dim = getattr(target, "head_dim", None) or int(target.hidden_size) // int(target.num_attention_heads)
     rope = getattr(target, "rope_parameters", None) or {}
+    rope = rope.get(FULL_ATTENTION, rope)  # Gemma 3 has one for each type of layer
     theta: Any = rope.get("rope_theta") or getattr(target, "rope_theta", 10000.0)
     return DrafterConfig(
         hidden_size=int(target.hidden_size),
@@ -108,8 +109,9 @@ def drafter_config(run: RunFile, target: Any, mask_token_id: int) -> DrafterConf
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         head_dim=wanted.head_dim or int(head_dim),
-        intermediate_size=wanted.intermediate or int(target.intermediate_size),
-        rms_norm_eps=float(target.rms_norm_eps),
+        intermediate_size=wanted.intermediate
+        or int(getattr(target, "intermediate_size", None) or MIXTURE_WIDTH * target.hidden_size),
+        rms_norm_eps=float(getattr(target, "rms_norm_eps", None) or 1e-6),
         rope_theta=float(theta),
         vocab_size=int(target.vocab_size),
         max_position_embeddings=int(target.max_position_embeddings),
