@@ -39,6 +39,8 @@ def check_run(run: RunFile) -> Iterator[Finding]:
         )
     yield from check_target(Path(run.target.model))
     yield from check_data(Path(run.data.dir))
+    if run.drafter.init_from:
+        yield check_drafter(Path(run.drafter.init_from))
     output = list(check_output(Path(run.output.dir), made_by_unit=STATE_DIR / run.name))
     yield from output
     if all(finding.severity == "ok" for finding in output):
@@ -49,7 +51,8 @@ def check_run(run: RunFile) -> Iterator[Finding]:
 
 def check_private(run: RunFile) -> Iterator[Finding]:
     """Paths that the unit would not see: it has /tmp and /var/tmp to itself (PrivateTmp=, systemd.exec(5))."""
-    for key, value in (("model", run.target.model), ("data dir", run.data.dir), ("output dir", run.output.dir)):
+    paths = {"model": run.target.model, "data dir": run.data.dir, "output dir": run.output.dir}
+    for key, value in (paths | {"init_from": run.drafter.init_from}).items():
         for private in PRIVATE_DIRS:
             if Path(value).is_relative_to(private):
                 yield Finding(
@@ -155,6 +158,19 @@ def check_data(directory: Path) -> Iterator[Finding]:
         )
     else:
         yield Finding("data", "ok", f"data {directory}: {size(sum(sizes))} in {len(sizes)} files")
+
+
+def check_drafter(directory: Path) -> Finding:
+    """The drafter that a run begins with: its weight file is there and as long as it says."""
+    hint = "give the directory of a drafter: config.json and model.safetensors"
+    try:
+        layers = json.loads((directory / "config.json").read_text())["num_hidden_layers"]
+        problem = _shard_problem(directory / "model.safetensors")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        problem = _reason(error)
+    if problem is not None:
+        return Finding("config", "refuse", f"init_from {directory}: {problem}", hint)
+    return Finding("config", "ok", f"begins with the drafter {directory} of {layers} layers")
 
 
 def check_output(directory: Path, made_by_unit: Path | None = None) -> Iterator[Finding]:

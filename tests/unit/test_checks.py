@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from conftest import make_target
 from dflash_agent import checks
-from dflash_agent.checks import check_data, check_output, check_private, check_space, check_target
+from dflash_agent.checks import check_data, check_drafter, check_output, check_private, check_space, check_target
 from dflash_agent.findings import Finding
 from dflash_agent.runfile import RunFile, from_flags
 
@@ -147,6 +147,14 @@ def test_a_checkpoint_is_estimated_as_large_as_the_trainer_makes_it(
     begun = run_on(target_dir, tmp_path, tmp_path)
     begun = replace(begun, drafter=replace(begun.drafter, init_from=str(tmp_path / "begun")))
     assert checks.checkpoint_bytes(begun) == estimate
+    assert check_drafter(tmp_path / "begun").severity == "ok"
+    (tmp_path / "begun/model.safetensors").write_bytes(b"")
+    cut = check_drafter(tmp_path / "begun")
+    assert (cut.code, cut.severity) == ("config", "refuse")
+    assert "model.safetensors is truncated" in cut.text
+    missing = check_drafter(tmp_path / "nowhere")
+    assert missing.severity == "refuse"
+    assert "nowhere/config.json: No such file" in missing.text
 
 
 def test_too_little_room_is_refused_with_the_numbers(target_dir: Path, tmp_path: Path) -> None:
