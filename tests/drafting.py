@@ -1,6 +1,6 @@
 """Targets whose text wanders, and drafters that guess some of it: what acceptance lengths are tested with."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from dflash_trainer.drafter import Drafter, DrafterConfig, spaced_layer_ids
-from dflash_trainer.loader import Cutter
+from dflash_trainer.loader import Batch, Cutter
 from dflash_trainer.loss import position_weights
 from dflash_trainer.plan import make_plan
 from dflash_trainer.prepare import generate
@@ -106,7 +106,12 @@ def drafter_config(layers: int = 2, block_size: int = 6) -> DrafterConfig:
 
 
 def trained_drafter(
-    target_dir: Path, config: DrafterConfig, prompts: Sequence[Sequence[int]], steps: int, lr: float = 5e-3
+    target_dir: Path,
+    config: DrafterConfig,
+    prompts: Sequence[Sequence[int]],
+    steps: int,
+    lr: float = 5e-3,
+    spoil: Callable[[Batch], Batch] = lambda batch: batch,
 ) -> Drafter:
     """A drafter trained for a few steps, by the trainer's own loss, on what the target writes after the prompts."""
     model = load_causal_lm(target_dir, CPU, torch.float32)
@@ -124,7 +129,7 @@ def trained_drafter(
     drafter.reset_parameters(0)
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=lr)
     for step in range(steps):
-        batch = cutter.cut(step)
+        batch = spoil(cutter.cut(step))
         loss, _ = block_loss(drafter, target, batch, target.states(batch.input_ids))
         optimizer.zero_grad()
         loss.backward()

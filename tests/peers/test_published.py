@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from dflash_trainer.decode import speculative_generate
 from dflash_trainer.drafter import Drafter, load_drafter, save_drafter
-from dflash_trainer.evaluate import speculative_generate
 from dflash_trainer.prepare import generate, load_tokenizer, read_prompts, stop_ids, until_stop
 from dflash_trainer.target import load_causal_lm
 from drafting import (
@@ -167,6 +167,20 @@ def test_so_they_have_whatever_the_drafters_layers_see_and_hold(variant: Pair) -
     check_blocks_together(variant)
 
 
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_trained_drafter_of_every_kind_has_the_acceptance_lengths_of_the_package(
+    name: str, plain_target: Path, tmp_path: Path
+) -> None:
+    config = replace(drafter_config(), **VARIANTS[name])
+    pair = make_pair(plain_target, trained_drafter(plain_target, config, PROMPTS, steps=40), tmp_path / "drafter")
+    seen = set()
+    for prompt in PROMPTS:
+        ours = speculative_generate(pair.ours, pair.target, prompt, 30, {END_TOKEN})
+        assert (ours.output_ids, ours.acceptance_lengths) == pair.published_run(prompt, 30, {END_TOKEN})
+        seen.update(ours.acceptance_lengths)
+    assert len(seen) > 2, "the drafter is always right or always wrong: this proves nothing"
+
+
 @torch.no_grad()
 def test_the_selector_walks_the_same_path(plain_target: Path, tmp_path: Path) -> None:
     drafter = Drafter(replace(drafter_config(), **SECOND))
@@ -181,7 +195,7 @@ def test_the_selector_walks_the_same_path(plain_target: Path, tmp_path: Path) ->
     for anchor in range(20):
         hidden = torch.randn(1, 5, 32)
         theirs, _, _ = pair.theirs.propose(hidden, torch.tensor([anchor]), head, 0.0)
-        ours = pair.ours.draft(hidden[0], anchor, head.weight)
+        ours = pair.ours.draft(hidden[0], anchor, head.weight, lambda logits: logits.argmax(-1))
         assert ours.tolist() == theirs[0].tolist()
         changed += ours.tolist() != pair.ours.logits(hidden[0], head.weight).argmax(-1).tolist()
     assert changed > 5, "the selector never chose another token: this proves nothing"

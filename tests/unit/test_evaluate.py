@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from dflash_trainer import evaluate
+from dflash_trainer import decode, evaluate
+from dflash_trainer.decode import Generation
 from dflash_trainer.drafter import Drafter, save_drafter
 from dflash_trainer.errors import CannotStart
-from dflash_trainer.evaluate import Generation, find_differences, score, speculative_generate
+from dflash_trainer.evaluate import find_differences, score
 from dflash_trainer.prepare import generate
 from dflash_trainer.target import load_causal_lm
 from drafting import (
     CPU,
-    END_TOKEN,
     PROMPTS,
     add_tokenizer,
     drafter_config,
@@ -42,51 +42,13 @@ def drafter_dir(drafter: Drafter, tmp_path: Path) -> Path:
     return tmp_path / "drafter"
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen3", "qwen3_5_text", "mistral"])
-@pytest.mark.parametrize("block_size", [1, 4, 16])
-def test_the_text_is_the_targets_own_with_any_drafter(model_type: str, block_size: int, tmp_path: Path) -> None:
-    target = load_causal_lm(wandering_target(tmp_path / "t", model_type), CPU, torch.float32)
-    drafter = Drafter(drafter_config(block_size=block_size))
-    drafter.reset_parameters(0)
-    for prompt in PROMPTS[:3]:
-        for new_tokens in (1, 2, 25):
-            out = speculative_generate(drafter, target, prompt, new_tokens, {END_TOKEN})
-            assert out.output_ids == generate(target, [prompt], new_tokens, 0.0)[0]
-            assert 1 + sum(out.acceptance_lengths) == len(out.output_ids)
-            assert all(1 <= length <= block_size for length in out.acceptance_lengths)
-
-
-def test_what_a_trained_drafter_guesses_right_saves_steps(target_dir: Path, drafter: Drafter) -> None:
-    target = load_causal_lm(target_dir, CPU, torch.float32)
-    fresh = Drafter(drafter.config)
-    fresh.reset_parameters(0)
-    steps = {}
-    for name, model in (("trained", drafter), ("fresh", fresh)):
-        runs = [speculative_generate(model, target, prompt, 60, {END_TOKEN}) for prompt in PROMPTS]
-        for run, prompt in zip(runs, PROMPTS, strict=True):
-            assert run.output_ids == generate(target, [prompt], 60, 0.0)[0]
-        steps[name] = sum(len(run.acceptance_lengths) for run in runs)
-    assert steps["trained"] < 0.7 * steps["fresh"]
-
-
-def test_tokens_behind_a_stop_token_do_not_count(target_dir: Path, drafter: Drafter) -> None:
-    target = load_causal_lm(target_dir, CPU, torch.float32)
-    free = speculative_generate(drafter, target, PROMPTS[0], 60, set())
-    ends = [sum(free.acceptance_lengths[: i + 1]) for i in range(len(free.acceptance_lengths))]
-    step = next(i for i, n in enumerate(free.acceptance_lengths) if n == drafter.config.block_size)
-    new_in_step = free.output_ids[ends[step] - free.acceptance_lengths[step] + 1 : ends[step] + 1]
-    stop = new_in_step[0]
-    first = free.output_ids.index(stop)
-    stopped = speculative_generate(drafter, target, PROMPTS[0], 60, {stop})
-    assert stopped.output_ids == free.output_ids[: first + 1]
-    assert 1 + sum(stopped.acceptance_lengths) == first + 1
-
-
 def test_scores_are_means_over_steps_and_over_steps_that_offered_a_position() -> None:
     first = Generation([7] * 6, acceptance_lengths=[3, 2], offered=[3, 1], accepted=[2, 1])
     second = Generation([7] * 2, acceptance_lengths=[1], offered=[3], accepted=[0])
     found = score([first, second], seconds=2.0)
     assert found.acceptance_length == pytest.approx(2.0)
+    assert found.interval == pytest.approx((1.0, 2.5))
+    assert score([first] * 50, 1.0).interval == pytest.approx((2.5, 2.5))
     assert found.accepted_by_position == pytest.approx([2 / 3, 1 / 2, 0.0])
     assert found.tokens_per_s == pytest.approx(4.0)
 
@@ -123,6 +85,36 @@ def test_the_table_names_what_it_measures(
     assert "accepted at block position 5" in text
     assert "accepted at block position 6" not in text
     assert "text identical to the target's own: 2 of 2" in text
+    assert "of story" not in text  # there is one kind
+
+
+def test_kinds_of_prompts_have_rows_of_their_own_and_a_temperature_needs_no_comparison(
+    target_dir: Path, drafter_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = command(drafter_dir, target_dir, tmp_path, "--temperature", "0.8", "--seed", "3")
+    kinds = [{"kind": kind, "prompt": f"w{i} w9"} for i, kind in enumerate(("story", "code", "story"))]
+    (tmp_path / "held.jsonl").write_text("".join(json.dumps(row) + "\n" for row in kinds))
+    assert evaluate.run(words) == 0
+    text = capsys.readouterr().out
+    assert "of story (2)" in text
+    assert "of code (1)" in text
+    assert "a sample of the target's own distribution" in text
+    words.json = True
+    tries = []
+    for seed in (3, 3, 4):
+        words.seed = seed
+        assert evaluate.run(words) == 0
+        values = json.loads(capsys.readouterr().out)
+        assert "identical" not in values
+        tries.append((values["drafter"]["accepted_by_position"], values["kinds"]["story"]["acceptance_length"]))
+    assert tries[0] == tries[1] != tries[2]
+
+
+def test_the_drafter_of_a_checkpoint_or_of_an_output_is_found(drafter_dir: Path, tmp_path: Path) -> None:
+    assert evaluate.find_drafter(drafter_dir) == drafter_dir
+    assert evaluate.find_drafter(drafter_dir.parent) == drafter_dir
+    with pytest.raises(CannotStart, match="is not a drafter"):
+        evaluate.run(command(tmp_path / "nothing", tmp_path, tmp_path))
 
 
 def test_json_holds_the_same(
@@ -143,10 +135,10 @@ def test_a_text_that_is_not_the_targets_own_fails(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def keep_everything(self: evaluate._Reader, count: int) -> None:
+    def keep_everything(self: decode.Reader, count: int) -> None:
         """A cache that is not cut back, as after a fault in it."""
 
-    monkeypatch.setattr(evaluate._Reader, "keep", keep_everything)
+    monkeypatch.setattr(decode.Reader, "keep", keep_everything)
     assert evaluate.run(command(drafter_dir, target_dir, tmp_path)) == 1
     assert "not a tie: the verification is wrong" in capsys.readouterr().out
 

@@ -41,6 +41,7 @@ NESTED = (  # in the config.json's dflash_config, where the published package lo
 )
 
 Mask = Tensor | BlockMask | None
+Remembered = tuple[Tensor, Tensor]  # a layer's keys and values of the context, each [B, kv heads, T, head_dim]
 
 _compiled = functools.cache(compiled)
 
@@ -199,14 +200,22 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(dim, config.rms_norm_eps)
         self.k_norm = RMSNorm(dim, config.rms_norm_eps)
 
-    def forward(self, x: Tensor, context: Tensor, cos: Tensor, sin: Tensor, mask: Mask) -> Tensor:
+    def remember(self, context: Tensor, cos: Tensor, sin: Tensor) -> Remembered:
+        """Keys and values of injected states [B, T, H] at positions with these angles."""
+        k, v = self._heads(self.k_proj(context)), self._heads(self.v_proj(context))
+        return rotate(self.k_norm(k), cos, sin), v
+
+    def forward(self, x: Tensor, context: Tensor | Remembered, cos: Tensor, sin: Tensor, mask: Mask) -> Tensor:
         queries = x.shape[1]
         q = self.q_norm(self._heads(self.q_proj(x)))
-        keys = torch.cat((self.k_proj(context), self.k_proj(x)), dim=1)
-        values = torch.cat((self.v_proj(context), self.v_proj(x)), dim=1)
-        k, v = self.k_norm(self._heads(keys)), self._heads(values)
         q = rotate(q, cos[:, :, -queries:], sin[:, :, -queries:])
-        k = rotate(k, cos, sin)
+        if isinstance(context, tuple):
+            own = self.remember(x, cos, sin)
+            k, v = (torch.cat(pair, dim=2) for pair in zip(context, own, strict=True))
+        else:
+            keys = torch.cat((self.k_proj(context), self.k_proj(x)), dim=1)
+            values = torch.cat((self.v_proj(context), self.v_proj(x)), dim=1)
+            k, v = rotate(self.k_norm(self._heads(keys)), cos, sin), self._heads(values)
         if isinstance(mask, BlockMask):
             # TRITON: the choice that AUTO makes for fewer than 128 queries fails to compile with dynamic shapes.
             options: FlexKernelOptions = {"BACKEND": "TRITON"}
@@ -296,7 +305,9 @@ class Layer(nn.Module):
         self.attention_conv = Convolution(config) if config.conv_kernel_size else None
         self.mlp_conv = Convolution(config) if config.conv_kernel_size else None
 
-    def forward(self, x: Tensor, context: Tensor, cos: Tensor, sin: Tensor, mask: Mask, block: int) -> Tensor:
+    def forward(
+        self, x: Tensor, context: Tensor | Remembered, cos: Tensor, sin: Tensor, mask: Mask, block: int
+    ) -> Tensor:
         def attend(normed: Tensor) -> Tensor:
             out: Tensor = self.self_attn(normed, context, cos, sin, mask)
             return out
@@ -361,30 +372,50 @@ class Drafter(nn.Module):
 
     def logits(self, hidden: Tensor, head: Tensor) -> Tensor:
         """Logits [..., V], before any selector, of hidden states [..., H]; head [V, H] is the target's."""
-        return self.config.logit_shape(hidden @ head.T)
+        return self.config.logit_shape(hidden.to(head.dtype) @ head.T)
 
-    def draft(self, hidden: Tensor, anchor: int, head: Tensor) -> Tensor:
+    def draft(self, hidden: Tensor, anchor: int, head: Tensor, choose: Callable[[Tensor], Tensor]) -> Tensor:
         """The tokens [Q] that it drafts after token `anchor`, from the hidden states [Q, H] of the positions there.
 
-        head [V, H] is the target's. With a selector each is chosen in view of the one before it.
+        head [V, H] is the target's. choose: logits [..., V] → tokens [...]. With a selector each is chosen in view
+        of the one before it, among its candidates: the others' logits are −∞ then.
         """
-        logits = self.logits(hidden, head)
+        logits = self.logits(hidden, head).float()
         if self.candidate_selector is None:
-            return logits.argmax(-1)
+            return choose(logits)
         unary, candidates = logits.topk(self.candidate_selector.top_k)
         path = [torch.tensor(anchor, device=hidden.device)]
         for position in range(len(hidden)):
             scores = self.candidate_selector(hidden[position], path[-1], candidates[position], unary[position])
-            path.append(candidates[position][scores.argmax()])
+            others = torch.full_like(logits[0], float("-inf"))
+            path.append(choose(others.scatter(0, candidates[position], scores.float())))
         return torch.stack(path[1:])
 
+    def own_type(self, device: torch.device) -> torch.dtype:
+        """What it computes in: the type of its weights, or autocast's."""
+        autocast = torch.is_autocast_enabled(device.type)
+        return torch.get_autocast_dtype(device.type) if autocast else self.norm.weight.dtype
+
+    def remember(self, context: Tensor, begin: int) -> list[Remembered]:
+        """Keys and values, by layer, of tapped states [B, T, n·H] at positions from `begin` on, for forward()."""
+        positions = torch.arange(begin, begin + context.shape[1], device=context.device)[None]
+        cos, sin = rotary_angles(positions, self.config.head_dim, self.config.rope_theta)
+        injected = self.hidden_norm(self.fc(context))
+        layers: list[Any] = list(self.layers)
+        return [layer.self_attn.remember(injected, cos, sin) for layer in layers]
+
     def forward(
-        self, noise: Tensor, positions: Tensor, context: Tensor, masks: Mapping[Visibility, Mask] | None = None
+        self,
+        noise: Tensor,
+        positions: Tensor,
+        context: Tensor | list[Remembered],
+        masks: Mapping[Visibility, Mask] | None = None,
     ) -> Tensor:
         """Hidden states after the final norm [B, Q, H], to be fed to the target's head.
 
         noise [B, Q, H]: see embed(). positions [B, Q] int64: of each in its sequence. context [B, T, n·H]: the
-        tapped states, concatenated, at positions 0…T−1. masks: see masks(); None: one block after its context.
+        tapped states, concatenated, at positions 0…T−1, or what remember() made of them. masks: see masks(); None:
+        one block after its context.
 
         With a BlockMask the layers are compiled, as FlexAttention has to be; what surrounds it joins the kernels.
         """
@@ -392,17 +423,20 @@ class Drafter(nn.Module):
         block = self.config.block_size
         if masks is None:
             block = positions.shape[1]
-            masks = {sight: self._alone(positions, context.shape[1], sight) for sight in set(sights)}
+            length = context[0][0].shape[2] if isinstance(context, list) else context.shape[1]
+            masks = {sight: self._alone(positions, length, sight) for sight in set(sights)}
         compiles = any(isinstance(mask, BlockMask) for mask in masks.values())
         layer_forward: Callable[..., Tensor] = _compiled(Layer.forward) if compiles else Layer.forward
-        injected = self.hidden_norm(self.fc(context))
-        before = torch.arange(context.shape[1], device=positions.device).expand(positions.shape[0], -1)
-        cos, sin = rotary_angles(
-            torch.cat((before, positions), dim=1), self.config.head_dim, self.config.rope_theta
-        )
+        if isinstance(context, list):
+            injected, turned = context, positions
+        else:
+            injected = [self.hidden_norm(self.fc(context))] * len(self.layers)
+            before = torch.arange(context.shape[1], device=positions.device).expand(positions.shape[0], -1)
+            turned = torch.cat((before, positions), dim=1)
+        cos, sin = rotary_angles(turned, self.config.head_dim, self.config.rope_theta)
         x = noise
-        for layer, sight in zip(self.layers, sights, strict=True):
-            x = layer_forward(layer, x, injected, cos, sin, masks[sight], block)
+        for layer, seen, sight in zip(self.layers, injected, sights, strict=True):
+            x = layer_forward(layer, x, seen, cos, sin, masks[sight], block)
         out: Tensor = self.norm(x)
         return out
 

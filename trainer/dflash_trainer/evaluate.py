@@ -1,11 +1,10 @@
-"""`dflash-train eval`: a drafter's acceptance length, by real speculative decoding with greedy verification.
+"""`dflash-train eval`: a drafter's acceptance length, by real speculative decoding.
 
 The only judge of a drafter: training and inference may disagree by one position, with a fine loss and an
 acceptance length of 1.
 """
 
 import argparse
-import copy
 import json
 import sys
 import time
@@ -15,38 +14,28 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-import torch.nn.functional as F
-from torch import Tensor
+from dflash_agent import outputs
 from tqdm import tqdm
 
-from dflash_trainer.drafter import Drafter, load_drafter
+from dflash_trainer.decode import Generation, Reader, Sampling, speculative_generate
+from dflash_trainer.drafter import CONFIG_FILE, Drafter, load_drafter
 from dflash_trainer.errors import CannotStart
 from dflash_trainer.host import choose_device
-from dflash_trainer.prepare import generate, load_tokenizer, read_prompts, stop_ids, until_stop
+from dflash_trainer.prepare import generate, load_tokenizer, read_prompts, stop_ids
 from dflash_trainer.target import load_causal_lm
 
-
-@dataclass(frozen=True, slots=True)
-class Generation:
-    """What speculative decoding wrote, and how well the drafter did at each step of the target.
-
-    A step verifies one block. It offered `offered[i]` drafted tokens of which the first `accepted[i]` were the
-    target's own choice, and produced `acceptance_lengths[i]` tokens: those and the target's next one, less what
-    lies behind a stop token or the end. The token that the prompt's own forward gives counts in no step.
-    """
-
-    output_ids: list[int]  # the new tokens, with the stop token
-    acceptance_lengths: list[int]
-    offered: list[int]
-    accepted: list[int]
+RESAMPLED = 2000  # sets of prompts
 
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Of one drafter over all prompts."""
+    """Of one drafter over some prompts."""
 
+    prompts: int
     acceptance_length: float  # tokens produced per step of the target, mean over all steps
+    interval: tuple[float, float]  # that holds this mean with 95 % confidence, by resampling the prompts
     accepted_by_position: list[float]  # share of the steps offering position k that accepted it, k = 1, 2, …
     tokens_per_s: float
 
@@ -75,11 +64,13 @@ class Difference:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command line of `dflash-train eval`."""
     add = parser.add_argument
-    add("drafter", type=Path, metavar="DRAFTER", help="its directory, such as OUTPUT/drafter of a run")
+    add("drafter", type=Path, metavar="DRAFTER", help="its directory, or that of a checkpoint or of a run's output")
     add("--target-model", type=Path, required=True, metavar="DIR", help="Hugging Face directory of the target")
     add("--prompts", type=Path, required=True, metavar="FILE", help="JSONL as for prepare, not trained on")
     add("--max-new-tokens", type=int, default=128, metavar="N", help="for each prompt (%(default)s)")
     add("--limit", type=int, metavar="N", help="only the first N prompts")
+    add("--temperature", type=float, default=0.0, metavar="X", help="of the sampling; 0 is greedy (%(default)s)")
+    add("--seed", type=int, default=0, metavar="N", help="of the sampling (%(default)s)")
     add("--untrained", action="store_true", help="also measure an untrained drafter of the same shape")
     add("--json", action="store_true", help="one JSON object instead of the table")
 
@@ -88,34 +79,65 @@ def run(args: argparse.Namespace) -> int:
     """Prints the measurements; returns 1 if the text is not the target's own. Raises CannotStart."""
     if args.max_new_tokens < 2:
         raise CannotStart(f"--max-new-tokens {args.max_new_tokens}: must be at least 2, or nothing is drafted")
+    if not args.temperature >= 0:
+        raise CannotStart(f"--temperature {args.temperature}: must be 0 or more")
     device = choose_device()
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    drafters = {"drafter": load_drafter(args.drafter, device, dtype).eval()}
+    drafters = {"drafter": load_drafter(find_drafter(args.drafter), device, dtype).eval()}
     if args.untrained:
         fresh = Drafter(drafters["drafter"].config)
         fresh.reset_parameters(seed=0)
         drafters["untrained"] = fresh.to(device, dtype).eval()
     tokenizer = load_tokenizer(args.target_model)
-    prompts = [list(prompt.ids) for prompt in read_prompts(args.prompts, tokenizer, args.limit)]
+    prompts = read_prompts(args.prompts, tokenizer, args.limit)
     target = load_causal_lm(args.target_model, device, dtype)
     check_fit(drafters["drafter"], target, args)
     stops = stop_ids(target)
+    torch.manual_seed(args.seed)  # for what the target writes alone
+    sampling = Sampling(args.temperature, torch.Generator(device).manual_seed(args.seed))
     runs: dict[str, list[Generation]] = {name: [] for name in drafters}
     alone: list[list[int]] = []
-    seconds: dict[str, float] = defaultdict(float)
-    for ids in tqdm(prompts, unit="prompt", disable=not sys.stderr.isatty()):
+    seconds: dict[str, list[float]] = defaultdict(list)
+    for prompt in tqdm(prompts, unit="prompt", disable=not sys.stderr.isatty()):
         began = time.perf_counter()
-        alone += generate(target, [ids], args.max_new_tokens, temperature=0.0)
-        seconds["alone"] += time.perf_counter() - began
+        alone += generate(target, [prompt.ids], args.max_new_tokens, args.temperature)
+        seconds["alone"].append(time.perf_counter() - began)
         for name, drafter in drafters.items():
             began = time.perf_counter()
-            runs[name].append(speculative_generate(drafter, target, ids, args.max_new_tokens, stops))
-            seconds[name] += time.perf_counter() - began
-    tokens = sum(map(len, alone))
-    differences = find_differences(target, prompts, alone, runs["drafter"])
-    scores = {name: score(generations, seconds[name]) for name, generations in runs.items()}
-    report(args, len(prompts), scores, tokens / seconds["alone"], differences, tokenizer)
-    return 1 if differences else 0
+            runs[name].append(
+                speculative_generate(drafter, target, prompt.ids, args.max_new_tokens, stops, sampling)
+            )
+            seconds[name].append(time.perf_counter() - began)
+    result = Result(
+        scores={name: score(generations, sum(seconds[name])) for name, generations in runs.items()},
+        kinds=by_kind([prompt.kind for prompt in prompts], runs["drafter"], seconds["drafter"]),
+        alone_tokens_per_s=sum(map(len, alone)) / sum(seconds["alone"]),
+        differences=None
+        if args.temperature
+        else find_differences(target, [prompt.ids for prompt in prompts], alone, runs["drafter"]),
+    )
+    print(json.dumps(result.as_json(), indent=2) if args.json else result.table(tokenizer))
+    return 1 if result.differences else 0
+
+
+def find_drafter(directory: Path) -> Path:
+    """Where a drafter is: in the directory itself, or, for a checkpoint or a run's output, below it."""
+    below = directory / outputs.DRAFTER_LINK
+    return below if (below / CONFIG_FILE).exists() and not (directory / CONFIG_FILE).exists() else directory
+
+
+def by_kind(kinds: Sequence[str], generations: Sequence[Generation], seconds: Sequence[float]) -> dict[str, Scores]:
+    """The scores of each kind of prompt, if there are several."""
+    found = sorted(set(kinds))
+    if len(found) < 2:
+        return {}
+    return {
+        kind: score(
+            [g for g, own in zip(generations, kinds, strict=True) if own == kind],
+            sum(s for s, own in zip(seconds, kinds, strict=True) if own == kind),
+        )
+        for kind in found
+    }
 
 
 def check_fit(drafter: Drafter, target: Any, args: argparse.Namespace) -> None:
@@ -130,85 +152,6 @@ def check_fit(drafter: Drafter, target: Any, args: argparse.Namespace) -> None:
             )
 
 
-@torch.inference_mode()
-def speculative_generate(
-    drafter: Drafter, target: Any, input_ids: Sequence[int], max_new_tokens: int, stop_ids: set[int]
-) -> Generation:
-    """Up to max_new_tokens tokens, ending with the first stop token: the target's greedy text, drafted in blocks.
-
-    A step knows the tokens up to `start` and the target's states strictly below it. The drafter fills the block
-    [known token, mask, …] at positions start, start + 1, …; the target reads the block at once, and its own
-    choices decide how many of the drafted tokens hold. Blocks shrink where fewer tokens are left to write.
-    """
-    block_size = drafter.config.block_size
-    embedding, head = target.get_input_embeddings().weight, target.get_output_embeddings()
-    end = len(input_ids) + max_new_tokens
-    reader = _Reader(target, drafter.config.target_layer_ids)
-    logits, context = reader.read(input_ids, logits_to_keep=1)
-    tokens = [*input_ids, int(logits[-1].argmax())]
-    lengths: list[int] = []
-    offered: list[int] = []
-    accepted: list[int] = []
-    while len(tokens) < end and tokens[-1] not in stop_ids:
-        start = len(tokens) - 1
-        positions = torch.arange(start, min(start + block_size, end), device=target.device)
-        block = torch.full_like(positions, drafter.config.mask_token_id)
-        block[0] = tokens[-1]
-        hidden = drafter(F.embedding(block, embedding)[None], positions[None], context[None])
-        drafted: list[int] = head(hidden[0, 1:]).argmax(-1).tolist()
-        logits, states = reader.read([tokens[-1], *drafted])
-        chosen: list[int] = logits.argmax(-1).tolist()
-        right = _agreement(drafted, chosen)
-        new = until_stop(chosen[: right + 1], stop_ids)[: end - len(tokens)]
-        reader.keep(len(new))
-        context = torch.cat((context, states[: len(new)]))
-        tokens += new
-        lengths.append(len(new))
-        offered.append(len(drafted))
-        accepted.append(right)
-    return Generation(tokens[len(input_ids) :], lengths, offered, accepted)
-
-
-class _Reader:
-    """The target with its cache: reads one block after another, and can forget the end of the last one."""
-
-    def __init__(self, target: Any, layer_ids: Sequence[int]) -> None:
-        from transformers import DynamicCache
-
-        self._target = target
-        self._layer_ids = layer_ids
-        self._cache = DynamicCache(config=target.config.get_text_config())
-        # A recurrent state (linear attention) has no past to be cut back to: it is kept and read forward again.
-        self._recurrent = any(hasattr(layer, "recurrent_states") for layer in self._cache.layers)
-        if not self._recurrent:
-            # Lets sliding windows be cut back.
-            self._cache.activate_past_recording()  # type: ignore[no-untyped-call]
-        self._before = self._cache
-        self._block: Sequence[int] = ()
-
-    def read(self, tokens: Sequence[int], logits_to_keep: int = 0) -> tuple[Tensor, Tensor]:
-        """Logits [S, V] (the last `logits_to_keep`, 0: all) and tapped states [S, n·H] of the next S tokens."""
-        if self._recurrent:
-            self._before = copy.deepcopy(self._cache)
-        self._block = tokens
-        out = self._target(
-            torch.tensor([tokens], device=self._target.device),
-            past_key_values=self._cache,
-            use_cache=True,
-            output_hidden_states=True,
-            logits_to_keep=logits_to_keep,
-        )
-        return out.logits[0], torch.cat([out.hidden_states[i + 1][0] for i in self._layer_ids], dim=-1)
-
-    def keep(self, count: int) -> None:
-        """Forgets all but the first `count` tokens of the last block read."""
-        if not self._recurrent:
-            self._cache.crop(count - len(self._block))
-        elif count < len(self._block):
-            self._cache = self._before
-            self.read(self._block[:count])
-
-
 def _agreement(drafted: Sequence[int], chosen: Sequence[int]) -> int:
     """How many of the first elements are the same."""
     pairs = zip(drafted, chosen, strict=False)
@@ -217,15 +160,19 @@ def _agreement(drafted: Sequence[int], chosen: Sequence[int]) -> int:
 
 def score(generations: Sequence[Generation], seconds: float) -> Scores:
     """The scores of one drafter's generations, which took so many seconds."""
-    lengths = [length for generation in generations for length in generation.acceptance_lengths]
     steps = [pair for g in generations for pair in zip(g.offered, g.accepted, strict=True)]
     by_position = [
         sum(accepted >= k for offered, accepted in steps if offered >= k)
         / sum(offered >= k for offered, _ in steps)
         for k in range(1, max((offered for offered, _ in steps), default=0) + 1)
     ]
+    totals = np.array([[sum(g.acceptance_lengths), len(g.acceptance_lengths)] for g in generations])
+    drawn = np.random.default_rng(0).integers(len(totals), size=(RESAMPLED, len(totals)))
+    produced, taken = np.moveaxis(totals[drawn].sum(1), -1, 0)
+    low, high = np.percentile(produced / np.maximum(1, taken), [2.5, 97.5]).tolist()
     tokens = sum(len(generation.output_ids) for generation in generations)
-    return Scores(sum(lengths) / max(1, len(lengths)), by_position, tokens / seconds)
+    mean = float(totals[:, 0].sum() / max(1, totals[:, 1].sum()))
+    return Scores(len(generations), mean, (low, high), by_position, tokens / seconds)
 
 
 def find_differences(
@@ -246,8 +193,8 @@ def explain_difference(
     """Compares the logits of the two tokens, computed in one go and after a cache."""
     position = _agreement(alone, speculative)
     prefix = [*prompt, *alone[:position]]
-    logits = _Reader(target, (0,)).read(prefix, logits_to_keep=1)[0][-1].float()
-    reader = _Reader(target, (0,))
+    logits = Reader(target, (0,)).read(prefix, logits_to_keep=1)[0][-1].float()
+    reader = Reader(target, (0,))
     reader.read(prefix[:-1])
     other = reader.read(prefix[-1:])[0][-1].float()
     plain, drafted = alone[position], speculative[position]
@@ -255,36 +202,59 @@ def explain_difference(
     return Difference(index, position, plain, drafted, gap, float((logits - other).abs().max()))
 
 
-def report(
-    args: argparse.Namespace,
-    prompts: int,
-    scores: dict[str, Scores],
-    alone_tokens_per_s: float,
-    differences: Sequence[Difference],
-    tokenizer: Any,
-) -> None:
-    """Prints the measurements as a table, or as JSON."""
-    if args.json:
-        values = {
-            "prompts": prompts,
-            **{name: asdict(measured) for name, measured in scores.items()},
-            "target_alone_tokens_per_s": alone_tokens_per_s,
-            "identical": prompts - len(differences),
-            "differences": [asdict(difference) for difference in differences],
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What an evaluation came to; without `differences` at a temperature: a sample is not to be compared."""
+
+    scores: dict[str, Scores]
+    kinds: dict[str, Scores]  # of the drafter
+    alone_tokens_per_s: float
+    differences: list[Difference] | None
+
+    @property
+    def prompts(self) -> int:
+        """How many there were."""
+        return self.scores["drafter"].prompts
+
+    def as_json(self) -> dict[str, Any]:
+        """For programs."""
+        text = {} if self.differences is None else {"identical": self.prompts - len(self.differences)}
+        return {
+            "prompts": self.prompts,
+            **{name: asdict(measured) for name, measured in self.scores.items()},
+            "kinds": {kind: asdict(measured) for kind, measured in self.kinds.items()},
+            "target_alone_tokens_per_s": self.alone_tokens_per_s,
+            **text,
+            "differences": [asdict(difference) for difference in self.differences or []],
         }
-        print(json.dumps(values, indent=2))
-        return
-    columns = list(scores.values())
-    print(_row("", scores))
-    print(_row("acceptance length, tokens a step", (f"{s.acceptance_length:.2f}" for s in columns)))
-    for k in range(max(len(s.accepted_by_position) for s in columns)):
-        shares = (f"{100 * s.accepted_by_position[k]:.0f} %" for s in columns)
-        print(_row(f"accepted at block position {k + 1}", shares))
-    print(_row("tokens/s", (f"{s.tokens_per_s:.1f}" for s in columns)))
-    print(_row("tokens/s of the target alone", [f"{alone_tokens_per_s:.1f}"]))
-    print(f"text identical to the target's own: {prompts - len(differences)} of {prompts}")
-    for difference in differences:
-        print(difference.line(tokenizer))
+
+    def table(self, tokenizer: Any) -> str:
+        """For people."""
+        columns = list(self.scores.values())
+        lines = [
+            _row("", self.scores),
+            _row("acceptance length, tokens a step", (f"{s.acceptance_length:.2f}" for s in columns)),
+            _row("  95 % of such sets of prompts", ("{:.2f}–{:.2f}".format(*s.interval) for s in columns)),
+        ]
+        lines += [
+            _row(f"  of {kind or 'no kind'} ({measured.prompts})", [f"{measured.acceptance_length:.2f}"])
+            for kind, measured in self.kinds.items()
+        ]
+        for k in range(max(len(s.accepted_by_position) for s in columns)):
+            shares = (f"{100 * s.accepted_by_position[k]:.0f} %" for s in columns)
+            lines.append(_row(f"accepted at block position {k + 1}", shares))
+        lines += [
+            _row("tokens/s", (f"{s.tokens_per_s:.1f}" for s in columns)),
+            _row("tokens/s of the target alone", [f"{self.alone_tokens_per_s:.1f}"]),
+            _row("times as fast", (f"{s.tokens_per_s / self.alone_tokens_per_s:.2f}" for s in columns)),
+        ]
+        if self.differences is None:
+            lines.append("the text is a sample of the target's own distribution, by rejection sampling")
+        else:
+            same = self.prompts - len(self.differences)
+            lines.append(f"text identical to the target's own: {same} of {self.prompts}")
+            lines += [difference.line(tokenizer) for difference in self.differences]
+        return "\n".join(lines)
 
 
 def _row(label: str, cells: Iterable[str]) -> str:

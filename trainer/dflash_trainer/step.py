@@ -217,9 +217,7 @@ def block_loss(
     masks = drafter.masks(
         batch.anchors, context.shape[1], flex_mask if context.is_cuda and not dense else dense_mask
     )
-    device = context.device.type
-    autocast = torch.is_autocast_enabled(device)
-    own_type = torch.get_autocast_dtype(device) if autocast else drafter.norm.weight.dtype  # not the target's
+    own_type = drafter.own_type(context.device)  # not the target's
     noise = drafter.embed(batch.block_ids, target.embedding).to(own_type)
     hidden = drafter(noise, batch.positions, context.to(own_type), masks)
     hidden = hidden.flatten(0, 1).index_select(0, batch.trained)
@@ -227,7 +225,7 @@ def block_loss(
     rows = batch.trained.div(batch.block_ids.shape[1], rounding_mode="floor")
     before = rows * batch.input_ids.shape[1] + batch.positions.flatten()[batch.trained] - 1
     selector = drafter.candidate_selector
-    with torch.autocast(device, enabled=False):
+    with torch.autocast(context.device.type, enabled=False):
         losses, nats, correct, *kept = position_losses(
             hidden.to(target.head.dtype),
             target.head,
