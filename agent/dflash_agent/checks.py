@@ -41,6 +41,8 @@ def check_run(run: RunFile) -> Iterator[Finding]:
     yield from check_data(Path(run.data.dir))
     if run.drafter.init_from:
         yield check_drafter(Path(run.drafter.init_from))
+    if run.eval.prompts:
+        yield check_prompts(Path(run.eval.prompts))
     output = list(check_output(Path(run.output.dir), made_by_unit=STATE_DIR / run.name))
     yield from output
     if all(finding.severity == "ok" for finding in output):
@@ -52,7 +54,8 @@ def check_run(run: RunFile) -> Iterator[Finding]:
 def check_private(run: RunFile) -> Iterator[Finding]:
     """Paths that the unit would not see: it has /tmp and /var/tmp to itself (PrivateTmp=, systemd.exec(5))."""
     paths = {"model": run.target.model, "data dir": run.data.dir, "output dir": run.output.dir}
-    for key, value in (paths | {"init_from": run.drafter.init_from}).items():
+    paths |= {"init_from": run.drafter.init_from, "prompts of [eval]": run.eval.prompts}
+    for key, value in paths.items():
         for private in PRIVATE_DIRS:
             if Path(value).is_relative_to(private):
                 yield Finding(
@@ -171,6 +174,18 @@ def check_drafter(directory: Path) -> Finding:
     if problem is not None:
         return Finding("config", "refuse", f"init_from {directory}: {problem}", hint)
     return Finding("config", "ok", f"begins with the drafter {directory} of {layers} layers")
+
+
+def check_prompts(path: Path) -> Finding:
+    """The held-out prompts: a file of lines that can be read; the trainer's own checks look into them."""
+    try:
+        with path.open("rb") as file:
+            lines = sum(1 for line in file if line.strip())
+    except OSError as error:
+        return Finding("config", "refuse", f"prompts of [eval] {_reason(error)}", "give a file of JSON lines")
+    if not lines:
+        return Finding("config", "refuse", f"prompts of [eval] {path} is empty", "give a file of JSON lines")
+    return Finding("config", "ok", f"{lines} held-out prompts in {path}")
 
 
 def check_output(directory: Path, made_by_unit: Path | None = None) -> Iterator[Finding]:

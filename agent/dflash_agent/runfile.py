@@ -1,7 +1,7 @@
 """The run file: one schema for the agent, the trainer, their flags and the manual.
 
-A run is a TOML file with the tables [target], [data], [output], [train], [drafter] and [preflight]; each key has
-a flag of the same meaning, and flags override the file. What is unknown, of a wrong type or out of range is
+A run is a TOML file with the tables [target], [data], [output], [train], [drafter], [eval] and [preflight]; each
+key has a flag of the same meaning, and flags override the file. What is unknown, of a wrong type or out of range is
 refused. [preflight] is the agent's: the trainer has no flags for it.
 """
 
@@ -256,6 +256,25 @@ class Drafter:
 
 
 @dataclass(frozen=True, slots=True)
+class Eval:
+    """The acceptance length on held-out prompts while it trains."""
+
+    prompts: str = _key(
+        "--eval-prompts",
+        "JSON lines as for `dflash-train prepare`; empty: no evaluation",
+        _a_path_or_empty,
+        "",
+        True,
+    )
+    interval: int = _key("--eval-interval", "steps between evaluations", _at_least(1), 1000, True)
+    limit: int = _key("--eval-limit", "how many of the prompts, the first ones", _at_least(1), 16, True)
+    max_new_tokens: int = _key("--eval-new-tokens", "tokens written for each", _at_least(2), 128, True)
+    budget: str = _key(
+        "--eval-budget", "time of an evaluation after which no other prompt is begun", _a_span, "60s", True
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class Preflight:
     """What the agent sees to before each start."""
 
@@ -282,6 +301,7 @@ class RunFile:
     output: Output
     train: Train
     drafter: Drafter
+    eval: Eval
     preflight: Preflight
 
 
@@ -291,6 +311,7 @@ TABLES: dict[str, Any] = {
     "output": Output,
     "train": Train,
     "drafter": Drafter,
+    "eval": Eval,
     "preflight": Preflight,
 }
 OF_THE_AGENT = ("preflight",)

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -12,9 +13,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import MASK_TOKEN, make_dataset, make_target, save_dataset, small_disk
+from drafting import add_tokenizer
 from safetensors.torch import load_file
 
 Flags = Callable[..., list[str]]
@@ -150,6 +153,96 @@ def test_sigkill_and_resume_give_the_same_drafter_bit_for_bit(
     losses = {row["step"]: row["loss"] for row in rows(tmp_path / "unbroken")}
     again = {row["step"]: row["loss"] for row in rows(tmp_path / "broken")}
     assert losses[20] == again[20]
+
+
+def evaluations(output: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in lines if "acceptance_length" in row]
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    """Three held-out prompts, for a target that gets a tokenizer."""
+    path = tmp_path / "held.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"w{i} w{i + 2} w{i + 4}"}) + "\n" for i in (5, 9, 30)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def speaking_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return add_tokenizer(make_target(tmp_path_factory.mktemp("speaking") / "llama"))
+
+
+def test_evaluation_tells_the_acceptance_length_and_changes_nothing_else(
+    train_flags: Flags, prompts: Path, speaking_target: Path, tmp_path: Path
+) -> None:
+    common = {"target_model": speaking_target, "max_steps": 60, "lr": 1e-2}
+    assert train(train_flags(output_dir=tmp_path / "plain", **common)).returncode == 0
+    held = {"eval_prompts": prompts, "eval_interval": 25, "eval_new_tokens": 24, "eval_limit": 2}
+    with running(train_flags(output_dir=tmp_path / "held", **common, **held), tmp_path) as (process, notified):
+        seen = wait_for(notified, "saving step 60")
+        assert process.wait(DEADLINE) == 0
+        assert process.stderr is not None
+        text = process.stderr.read()
+    assert any("STATUS=step" in told and "· acceptance " in told for told in seen)
+    assert "2 of 4 layers, as far as they are tapped, the rest for evaluations" in text
+    assert re.search(r"^step 25: acceptance length \d\.\d\d \(.*\) on 2 of 2 held-out prompts", text, re.MULTILINE)
+    found = evaluations(tmp_path / "held")
+    assert [row["step"] for row in found] == [25, 50, 60]
+    assert found[0]["eval_prompts"] == 2
+    assert found[0]["eval_tokens"] == 48
+    assert len(found[0]["accepted_by_position"]) == 3
+    assert 1 <= found[0]["acceptance_length"] <= found[-1]["acceptance_length"] <= 4
+    assert drafter_of(tmp_path / "plain") == drafter_of(tmp_path / "held")
+    losses = [[(row["step"], row["loss"]) for row in rows(tmp_path / name)] for name in ("plain", "held")]
+    assert losses[0] == losses[1]
+    (events,) = (tmp_path / "held/tensorboard").iterdir()
+    assert b"acceptance_length" in events.read_bytes()
+    # It is the figure of `dflash-train eval` for the same drafter.
+    words = ["eval", str(tmp_path / "held"), "--json", "--limit", "2", "--target-model", str(speaking_target)]
+    words += ["--prompts", str(prompts), "--max-new-tokens", "24"]
+    done = subprocess.run(command(words), env=environment(), capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout)["drafter"]["acceptance_length"] == found[-1]["acceptance_length"]
+
+
+def test_an_evaluation_that_fails_or_takes_too_long_ends_no_training(
+    train_flags: Flags, prompts: Path, speaking_target: Path, tmp_path: Path
+) -> None:
+    settings = json.loads((speaking_target / "generation_config.json").read_text())
+    mute = tmp_path / "mute"
+    shutil.copytree(speaking_target, mute)
+    for name in ("generation_config.json", "config.json"):
+        values = json.loads((mute / name).read_text())
+        (mute / name).write_text(json.dumps(values | {"eos_token_id": None}))
+    assert settings["eos_token_id"] is not None
+    flags = {"eval_prompts": prompts, "eval_interval": 10, "eval_new_tokens": 24}
+    done = train(train_flags(target_model=mute, output_dir=tmp_path / "mute-out", **flags))
+    assert done.returncode == 0, done.stderr
+    assert "evaluation after step 10 left out: CannotStart: the target names no end token" in done.stderr
+    assert evaluations(tmp_path / "mute-out") == []
+    flags |= {"eval_budget": "0s", "target_model": speaking_target}
+    done = train(train_flags(output_dir=tmp_path / "hasty", **flags))
+    assert done.returncode == 0, done.stderr
+    assert {row["eval_prompts"] for row in evaluations(tmp_path / "hasty")} == {1}
+
+
+def test_prompts_that_cannot_be_used_are_refused_before_anything_is_loaded(
+    train_flags: Flags, prompts: Path, speaking_target: Path
+) -> None:
+    prompts.write_text('{"prompt": "w5"}\n{"question": "w9"}\n')
+    done = train(train_flags(target_model=speaking_target, eval_prompts=prompts))
+    assert done.returncode == 78
+    assert "held.jsonl:2: " in last_line(done)
+    assert "loading target" not in done.stderr
+    checked = subprocess.run(
+        command(["check", *train_flags(target_model=speaking_target, eval_prompts=prompts)]),
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert checked.returncode == 78
+    assert "held.jsonl:2: " in checked.stdout
 
 
 def test_a_run_begins_with_the_weights_and_the_shape_of_another_drafter(train_flags: Flags, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from dflash_trainer.drafter import (
     spaced_layer_ids,
 )
 from dflash_trainer.errors import CannotStart
+from dflash_trainer.heldout import read_heldout
 from dflash_trainer.plan import Plan, make_plan
 from dflash_trainer.store import Progress, Survey, TokenStore, load_store, survey
 from dflash_trainer.target import (
@@ -271,6 +272,14 @@ def check(run: RunFile) -> Iterable[Finding]:
         f"{sizes.num_hidden_layers} layers on target layers {', '.join(map(str, sizes.target_layer_ids))}, "
         f"block {sizes.block_size}, mask token {sizes.mask_token_id}",
     )
+    if run.eval.prompts:
+        try:
+            held = read_heldout(run)
+        except CannotStart as error:
+            yield Finding("config", "refuse", str(error))
+            return
+        text = f"{len(held.prompts)} held-out prompts every {held.interval} steps"
+        yield Finding("config", "ok", f"evaluation: {text}, {held.max_new_tokens} tokens each")
     marker = Path(run.output.dir) / outputs.RUN_FILE
     if marker.exists():
         try:

@@ -20,7 +20,7 @@ from tqdm import tqdm
 from dflash_trainer import notify
 from dflash_trainer.journal import WARNING, log
 
-PLOTTED = ("loss", "accuracy", "lr", "grad_norm", "tokens_per_s")
+PLOTTED = ("loss", "accuracy", "lr", "grad_norm", "tokens_per_s", "acceptance_length")
 _LONGEST_LINE = 1 << 16  # bytes
 _UNITS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 
@@ -134,14 +134,17 @@ class Reading(tqdm):  # type: ignore[type-arg]
             notify.extend_timeout(self.PATIENCE)
 
 
-def status_line(step: int, total: int, loss: float, tokens_per_s: float, eta_s: float) -> str:
-    """What a person wants to see at a glance.
+def status_line(
+    step: int, total: int, loss: float, tokens_per_s: float, eta_s: float, accepted: float | None = None
+) -> str:
+    """What a person wants to see at a glance; `accepted`: the newest acceptance length.
 
-    >>> status_line(240, 91552, 2.81, 16100.0, 680400.0)
-    'step 240/91552 · loss 2.81 · 16.1 Ktok/s · ETA 7 d 21 h'
+    >>> status_line(240, 91552, 2.81, 16100.0, 680400.0, 3.14159)
+    'step 240/91552 · loss 2.81 · acceptance 3.14 · 16.1 Ktok/s · ETA 7 d 21 h'
     """
     rate = f"{tokens_per_s / 1000:.1f} Ktok/s" if tokens_per_s >= 1000 else f"{tokens_per_s:.0f} tok/s"
-    return f"step {step}/{total} · loss {loss:.2f} · {rate} · ETA {duration(eta_s)}"
+    quality = "" if accepted is None else f" · acceptance {accepted:.2f}"
+    return f"step {step}/{total} · loss {loss:.2f}{quality} · {rate} · ETA {duration(eta_s)}"
 
 
 def shares(stages: Mapping[str, Mapping[str, float]]) -> str:

@@ -17,9 +17,10 @@ from dflash_agent.runfile import RunFile, seconds
 from dflash_agent.words import span
 from numpy.typing import NDArray
 
-from dflash_trainer import autotune, checkpoint, notify
+from dflash_trainer import autotune, checkpoint, heldout, notify
 from dflash_trainer.errors import CannotStart, TryAgain
 from dflash_trainer.float8 import check_float8, to_float8
+from dflash_trainer.heldout import read_heldout
 from dflash_trainer.host import cache_directory, choose_device, process_age
 from dflash_trainer.inputs import claim_output, plan_line, read_data, resolve
 from dflash_trainer.journal import ERROR, INFO, WARNING, log
@@ -45,6 +46,7 @@ def train(run: RunFile, fresh: bool = False) -> None:
     log(store.survey.summary(), event="data", priority=WARNING if store.survey.skipped else INFO)
     inputs = resolve(run, store.survey)
     log(plan_line(inputs.plan, store.survey), event="plan", steps=inputs.plan.total_steps)
+    held = read_heldout(run)
     phases.ended("data")
     output = claim_output(run, inputs.identity, fresh)
     state = resume(output)
@@ -70,6 +72,7 @@ def train(run: RunFile, fresh: bool = False) -> None:
         inputs.drafter.target_layer_ids,
         device,
         target_dtype(run, device),
+        generates=bool(held.prompts),
         final=run.train.distill > 0,
     )
     if run.target.dtype == "float8":
@@ -79,6 +82,7 @@ def train(run: RunFile, fresh: bool = False) -> None:
     depth, layers = max(inputs.drafter.target_layer_ids) + 1, inputs.drafter.num_target_layers
     by = ", ".join(f"{work} by {package}" for work, package in found.items())
     part = f"all {layers} layers" if target.whole else f"{depth} of {layers} layers, as far as they are tapped"
+    part += ", the rest for evaluations" if held.prompts and not target.whole else ""
     log(f"target loaded, {part}; {by}", event="loaded")
     check_kernels(found, device, run.target.slow_kernels == "allow")
     if device.type == "cuda" and run.target.compile == "auto":
@@ -106,6 +110,7 @@ def train(run: RunFile, fresh: bool = False) -> None:
         pipeline(cutter, target, device, first, total, limit) as line,
     ):
         meter = Meter()
+        accepted: float | None = None
 
         def settle(submitted: Submitted) -> None:
             """Tells of a step, once it is done."""
@@ -115,7 +120,7 @@ def train(run: RunFile, fresh: bool = False) -> None:
             line.worked_on_gpu(result.on_gpu)
             if step % run.output.log_interval == 0 or step in (first + 1, total):
                 row = meter.take(step, total, submitted.epoch)
-                text = status_line(step, total, row["loss"], row["tokens_per_s"], row["eta_s"])
+                text = status_line(step, total, row["loss"], row["tokens_per_s"], row["eta_s"], accepted)
                 notify.status(text)
                 stages = line.stage_seconds()
                 log(f"{text} · busy: {shares(stages)}", event="step", **row)
@@ -132,12 +137,31 @@ def train(run: RunFile, fresh: bool = False) -> None:
                 )
             progress.advance_to(step, result.loss)
 
+        def evaluate(step: int) -> None:
+            """Measures the drafter as it is after a step; its time counts as nobody's."""
+            nonlocal accepted
+
+            def go_on() -> bool:
+                sign_of_life(watchdog)
+                return not stop.requested
+
+            began = time.monotonic()
+            row = heldout.measure(held, step, trainer.drafter, target.model, go_on)
+            if row is not None:
+                accepted = row["acceptance_length"]
+                metrics.row(row)
+            meter.since += time.monotonic() - began
+            line.stage_seconds()
+
         ahead: deque[Submitted] = deque()  # at most one, so that a GPU has work while this thread looks at the last
         for step, tapped in enumerate(line.tapped, start=first + 1):
             ahead.append(trainer.step(step, tapped))
             last = step == total or stop.requested
-            while len(ahead) > (0 if last or step == first + 1 else 1):
+            evaluates = held.due(step, total)
+            while len(ahead) > (0 if last or evaluates or step == first + 1 else 1):
                 settle(ahead.popleft())
+            if evaluates and not stop.requested:
+                evaluate(step)
             if last:
                 break
             if saver.due(step % run.output.save_interval == 0):
