@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,8 +15,11 @@ import numpy as np
 import pytest
 import torch
 from conftest import load_store
+from dflash_agent.runfile import from_flags
 from dflash_trainer import prepare
+from dflash_trainer.chats import read_chats
 from dflash_trainer.errors import CannotStart, TryAgain
+from dflash_trainer.inputs import check
 from dflash_trainer.target import load_causal_lm
 from drafting import (
     CPU,
@@ -120,6 +124,90 @@ def test_earlier_turns_are_context_and_only_the_new_answer_is_supervised(target_
     assert mask == [0] * len(before) + [1] * (len(ids) - len(before))
 
 
+def test_an_answer_at_the_end_is_written_anew(target_dir: Path, tmp_path: Path) -> None:
+    chat = [{"from": "human", "value": "w3 w4"}, {"from": "gpt", "value": "w50 w50 w50"}]
+    for name, turns in (("answered", chat), ("asked", chat[:1])):
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text(json.dumps({"conversations": turns}) + "\n")
+        run(target_dir, path, tmp_path / name)
+    assert rows(tmp_path / "answered") == rows(tmp_path / "asked")
+    assert rows(tmp_path / "asked")[0][0][:4] == [USER, 3, 4, END_TOKEN]
+
+
+def test_answers_may_be_kept_as_they_are(target_dir: Path, tmp_path: Path) -> None:
+    turns = [("user", "w3 w4"), ("assistant", "w5 w6"), ("user", "w7"), ("assistant", "w8 w9 w10")]
+    chats = tmp_path / "chats.jsonl"
+    messages = [{"role": role, "content": content} for role, content in turns]
+    chats.write_text(json.dumps({"messages": messages}) + "\n" + json.dumps({"prompt": "w3"}) + "\n")
+    run(target_dir, chats, tmp_path / "out", responses="keep")
+    first = [USER, 3, 4, END_TOKEN, ASSISTANT, 5, 6, END_TOKEN]
+    second = [USER, 7, END_TOKEN, ASSISTANT, 8, 9, 10, END_TOKEN]
+    assert rows(tmp_path / "out") == [(first + second, [0] * 5 + [1] * 3 + [0] * 4 + [1] * 4)]
+    card = json.loads((tmp_path / "out/dataset/card.json").read_text())
+    assert card["left_out"] == {"no answer at the end": 1}
+    assert not (tmp_path / "out/completions.jsonl").exists()
+    run(target_dir, chats, tmp_path / "cut", responses="keep", max_length=10)
+    assert rows(tmp_path / "cut") == [((first + second)[:10], [0] * 5 + [1] * 3 + [0] * 2)]
+
+
+def test_some_prompts_are_held_out_by_what_they_ask_and_nobody_trains_on_those(
+    target_dir: Path, prompts: Path, tmp_path: Path
+) -> None:
+    lines = prompts.read_text().splitlines()
+    asked_again = [json.dumps({"prompt": "  " + json.loads(line)["prompt"].upper()}) for line in lines]
+    prompts.write_text("\n".join([*lines, *asked_again]) + "\n")
+    split = prepare.split_chats(read_chats(prompts), 0.3, None)
+    held = {json.dumps(chat.asked[0]["content"]) for chat in split.held_out}
+    assert 0 < len(held) < 15
+    assert len(split.chats) + 2 * len(held) == 40
+    assert not {chat.key for chat in split.chats} & {chat.key for chat in split.held_out}
+    (tmp_path / "more.jsonl").write_text(prompts.read_text() + '{"prompt": "w1 w2 w3 w4 w5"}\n')
+    more = prepare.split_chats(read_chats(tmp_path / "more.jsonl"), 0.3, None)
+    assert held <= {json.dumps(chat.asked[0]["content"]) for chat in more.held_out}
+    prompts.write_text("\n".join(lines) + "\n")
+    run(target_dir, prompts, tmp_path / "out", heldout=0.3)
+    card = json.loads((tmp_path / "out/dataset/card.json").read_text())
+    assert (card["rows"], card["heldout"]) == (20 - len(held), len(held))
+    again = prepare.read_prompts(tmp_path / "out/heldout.jsonl", prepare.load_tokenizer(target_dir))
+    assert len(again) == len(held)
+    run(target_dir, prompts, tmp_path / "other", without=tmp_path / "out/heldout.jsonl")
+    assert rows(tmp_path / "other") == rows(tmp_path / "out")
+    card = json.loads((tmp_path / "other/dataset/card.json").read_text())
+    assert (card["heldout"], card["repeated"]) == (0, len(held))
+    with pytest.raises(CannotStart, match="no prompt is left to train on"):
+        run(target_dir, prompts, tmp_path / "none", without=prompts)
+
+
+def test_a_run_is_refused_data_of_another_tokenizer_and_warned_of_another_template(
+    target_dir: Path, prompts: Path, tmp_path: Path
+) -> None:
+    run(target_dir, prompts, tmp_path / "out")
+    other = tmp_path / "other"
+    shutil.copytree(target_dir, other)
+    values = {
+        "target.model": str(other),
+        "data.dir": str(tmp_path / "out/dataset"),
+        "output.dir": str(tmp_path / "o"),
+    }
+    training = from_flags("r", values | {"drafter.mask_token_id": 63})
+
+    def findings() -> list[tuple[str, str]]:
+        return [(finding.severity, finding.text) for finding in check(training)]
+
+    assert [severity for severity, _ in findings()] == ["ok", "ok"]
+    template = (other / "chat_template.jinja").read_text()
+    (other / "chat_template.jinja").write_text(template + " ")
+    (warning,) = [text for severity, text in findings() if severity == "warn"]
+    assert "was made with another chat template than the target's" in warning
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    words = tokenizer["model"]["vocab"]
+    words["w3"], words["w4"] = words["w4"], words["w3"]
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (refusal,) = findings()
+    assert refusal[0] == "refuse"
+    assert "was made with another tokenizer than that of" in refusal[1]
+
+
 def test_penalties_of_the_targets_generation_config_do_not_change_its_choice(
     target_dir: Path, prompts: Path, tmp_path: Path
 ) -> None:
@@ -221,7 +309,9 @@ def test_another_target_of_the_same_shape_is_refused(target_dir: Path, prompts: 
         ('{"messages": []}', "not a list of turns"),
         ('{"messages": ["w3"]}', "not text"),
         ('{"messages": [{"role": "user"}]}', "not text"),
-        ('{"messages": [{"role": "user", "content": "w3"}, {"role": "assistant", "content": "w4"}]}', "last turn"),
+        ('{"messages": [{"role": "system", "content": "w3"}]}', "the user's, or empty"),
+        ('{"messages": [{"role": "assistant", "content": "w4"}]}', "the user's, or empty"),
+        ('{"conversations": [{"from": "martian", "value": "w4"}]}', "'martian', who is none of human"),
     ],
 )
 def test_a_bad_line_is_refused_by_file_and_number(line: str, reason: str, target_dir: Path, tmp_path: Path) -> None:

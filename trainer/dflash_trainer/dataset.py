@@ -3,6 +3,7 @@
 Each row has `input_ids` and says which of them are supervised, in one of the columns MASKS.
 """
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ IDS = "input_ids"
 LABELS = "labels"
 MASKS = ("loss_mask", "assistant_masks", LABELS)  # the first that is there counts
 UNSUPERVISED_LABEL = -100
+CARD_FILE = "card.json"
 ROWS = 1000  # of a parquet file at a time
 JSON_BLOCK = 16 << 20  # bytes at a time; a row may not be longer
 _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"  # how an Arrow stream ends, by its format
@@ -55,6 +57,15 @@ def data_files(directory: Path) -> list[Path]:
             f"data {directory} is not a dataset directory: {detail}; give one made by datasets.save_to_disk or one "
             f"of *.parquet or *.jsonl files, or {REMEDY}"
         ) from error
+
+
+def read_card(directory: Path) -> dict[str, Any]:
+    """What `dflash-train prepare` wrote of a dataset; empty for one that it did not make."""
+    try:
+        card = json.loads((directory / CARD_FILE).read_text())
+    except (OSError, ValueError):
+        return {}
+    return card if isinstance(card, dict) and isinstance(card.get("settings"), dict) else {}
 
 
 def pieces(files: list[Path]) -> Iterator[Piece]:
@@ -103,11 +114,11 @@ def _parquet(path: Path) -> Iterator[tuple[Any, int]]:
 
 
 def _json_lines(path: Path) -> Iterator[tuple[Any, int]]:
-    from pyarrow import json
+    from pyarrow import json as arrow_json
 
     with (
         pa.OSFile(str(path)) as source,
-        json.open_json(source, json.ReadOptions(block_size=JSON_BLOCK)) as reader,
+        arrow_json.open_json(source, arrow_json.ReadOptions(block_size=JSON_BLOCK)) as reader,
     ):
         columns = _columns(reader.schema.names, path)
         for batch in reader:

@@ -23,7 +23,7 @@ from dflash_trainer.decode import Generation, Reader, Sampling, speculative_gene
 from dflash_trainer.drafter import CONFIG_FILE, Drafter, load_drafter
 from dflash_trainer.errors import CannotStart
 from dflash_trainer.host import choose_device
-from dflash_trainer.prepare import generate, load_tokenizer, read_prompts, stop_ids
+from dflash_trainer.prepare import generate, load_tokenizer, read_prompts, stop_ids, template_arguments
 from dflash_trainer.target import load_causal_lm
 
 RESAMPLED = 2000  # sets of prompts
@@ -71,6 +71,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--limit", type=int, metavar="N", help="only the first N prompts")
     add("--temperature", type=float, default=0.0, metavar="X", help="of the sampling; 0 is greedy (%(default)s)")
     add("--seed", type=int, default=0, metavar="N", help="of the sampling (%(default)s)")
+    add(
+        "--chat-template-kwargs",
+        type=template_arguments,
+        default={},
+        metavar="JSON",
+        help="as the dataset was prepared with",
+    )
     add("--untrained", action="store_true", help="also measure an untrained drafter of the same shape")
     add("--json", action="store_true", help="one JSON object instead of the table")
 
@@ -89,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
         fresh.reset_parameters(seed=0)
         drafters["untrained"] = fresh.to(device, dtype).eval()
     tokenizer = load_tokenizer(args.target_model)
-    prompts = read_prompts(args.prompts, tokenizer, args.limit)
+    prompts = read_prompts(args.prompts, tokenizer, args.limit, args.chat_template_kwargs)
     target = load_causal_lm(args.target_model, device, dtype)
     check_fit(drafters["drafter"], target, args)
     stops = stop_ids(target)

@@ -1,5 +1,6 @@
 """The acceptance length on held-out prompts while a run trains: a falling loss alone proves no drafter."""
 
+import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from dflash_agent.runfile import RunFile, seconds
 
+from dflash_trainer.dataset import read_card
 from dflash_trainer.decode import Generation, speculative_generate
 from dflash_trainer.drafter import Drafter
 from dflash_trainer.errors import is_out_of_memory
@@ -32,11 +34,13 @@ class HeldOut:
 
 
 def read_heldout(run: RunFile) -> HeldOut:
-    """The run's held-out prompts, none if it names no file. Raises CannotStart for bad ones."""
+    """The run's held-out prompts, rendered as its data was; none if it names no file. Raises CannotStart."""
     chosen = run.eval
     prompts: list[Prompt] = []
     if chosen.prompts:
-        prompts = read_prompts(Path(chosen.prompts), load_tokenizer(Path(run.target.model)), chosen.limit)
+        arguments = json.loads(read_card(Path(run.data.dir)).get("settings", {}).get("chat_template_kwargs", "{}"))
+        tokenizer = load_tokenizer(Path(run.target.model))
+        prompts = read_prompts(Path(chosen.prompts), tokenizer, chosen.limit, arguments)
     return HeldOut(tuple(prompts), chosen.max_new_tokens, chosen.interval, seconds(chosen.budget))
 
 

@@ -12,6 +12,7 @@ from dflash_agent import outputs
 from dflash_agent.findings import Finding
 from dflash_agent.runfile import MIXTURE_WIDTH, Drafter, RunFile, settings
 
+from dflash_trainer.dataset import read_card
 from dflash_trainer.drafter import (
     FULL_ATTENTION,
     SLIDING_ATTENTION,
@@ -22,6 +23,7 @@ from dflash_trainer.drafter import (
 from dflash_trainer.errors import CannotStart
 from dflash_trainer.heldout import read_heldout
 from dflash_trainer.plan import Plan, make_plan
+from dflash_trainer.prepare import read_tokenizer, tokenizer_hashes
 from dflash_trainer.store import Progress, Survey, TokenStore, load_store, survey
 from dflash_trainer.target import (
     choose_mask_token,
@@ -62,6 +64,12 @@ def resolve(run: RunFile, data: Survey) -> Inputs:
     """What data and target come to. Raises CannotStart with what is wrong and what to do."""
     directory = Path(run.target.model)
     config = target_config(run)
+    differing = another_tokenizer(run)
+    if differing == "tokenizer":
+        raise CannotStart(
+            f"data {run.data.dir} was made with another tokenizer than that of {directory}; make it anew with "
+            f"`dflash-train prepare`, or give the target that it was made for"
+        )
     plan = make_plan(
         np.diff(data.offsets), run.train.token_budget, run.train.seed, run.train.epochs, run.train.max_steps
     )
@@ -74,6 +82,23 @@ def resolve(run: RunFile, data: Survey) -> Inputs:
     if begun is not None:
         identity["init_from"] = target_fingerprint(Path(run.drafter.init_from))
     return Inputs(plan, drafter, identity)
+
+
+def another_tokenizer(run: RunFile) -> str | None:
+    """Which of "tokenizer" and "chat_template" is not the target's, by the card of the data; None: neither."""
+    known = read_card(Path(run.data.dir)).get("settings", {})
+    try:
+        if "tokenizer" in known:
+            now = tokenizer_hashes(Path(run.target.model), read_tokenizer(Path(run.target.model)))
+            return next((name for name, value in now.items() if known.get(name, value) != value), None)
+    except (OSError, CannotStart):  # a target without a tokenizer: there is nothing to compare
+        pass
+    return None
+
+
+OTHER_TEMPLATE = (
+    "was made with another chat template than the target's; a drafter guesses worse what is served by another one"
+)
 
 
 def plan_line(plan: Plan, data: Survey) -> str:
@@ -264,6 +289,8 @@ def check(run: RunFile) -> Iterable[Finding]:
     skipped = sum(data.skipped.values())
     text = f"data {run.data.dir}: {data.summary()}"
     yield Finding("data-unreadable", "warn", text) if skipped else Finding("data", "ok", text)
+    if another_tokenizer(run) == "chat_template":
+        yield Finding("data", "warn", f"data {run.data.dir} {OTHER_TEMPLATE}", "make it anew: dflash-train prepare")
     sizes = inputs.drafter
     yield Finding(
         "config",

@@ -1,20 +1,21 @@
 """`dflash-train prepare`: prompts or chats → the target's own completions → a dataset to train on.
 
-A drafter learns to predict its target, so it is trained on what the target itself writes. Completions are
-appended to OUTPUT/completions.jsonl batch by batch; when stopped, the same command goes on from there and ends
-with the same dataset, since the batches are a function of the prompts alone.
+A drafter learns to predict its target, so it is trained on what the target itself writes, here or in a server, or
+wrote before. Completions are appended to OUTPUT/completions.jsonl batch by batch; when stopped, the same command
+goes on from there and ends with the same dataset, since the batches are a function of the prompts alone.
 """
 
 import argparse
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -24,6 +25,8 @@ import torch
 from numpy.typing import NDArray
 from tqdm import tqdm
 
+from dflash_trainer.chats import Chat, Row, answered_rows, prompt_ids, read_chats
+from dflash_trainer.dataset import CARD_FILE
 from dflash_trainer.errors import CannotStart, TryAgain
 from dflash_trainer.host import choose_device
 from dflash_trainer.target import load_causal_lm, target_fingerprint
@@ -31,8 +34,9 @@ from dflash_trainer.whole import whole_directory
 
 COMPLETIONS_FILE = "completions.jsonl"
 SETTINGS_FILE = "completions.settings.json"
+HELDOUT_FILE = "heldout.jsonl"
 DATASET_DIR = "dataset"
-CARD_FILE = "card.json"
+TELL = 10.0  # seconds between lines of progress
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,35 +48,81 @@ class Prompt:
     ids: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Split:
+    """The chats of a file, and why some are not trained on."""
+
+    chats: list[Chat]
+    held_out: list[Chat]
+    repeated: int  # ask what a held-out one, or one of --without, asks
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command line of `dflash-train prepare`."""
     add = parser.add_argument
     add("--target-model", type=Path, required=True, metavar="DIR", help="Hugging Face directory of the target")
-    add("--prompts", type=Path, required=True, metavar="FILE", help='JSONL: {"prompt": …} or {"messages": […]}')
+    add("--prompts", type=Path, required=True, metavar="FILE", help="JSON lines: prompt, messages or conversations")
     add("--output-dir", type=Path, required=True, metavar="DIR", help="gets completions.jsonl and dataset/")
+    add(
+        "--responses",
+        choices=("write", "keep"),
+        default="write",
+        help="have the target write the last answer of each chat, or keep all answers as they are (%(default)s)",
+    )
     add("--max-new-tokens", type=int, default=1024, metavar="N", help="longest completion (%(default)s)")
     add("--max-length", type=int, default=4096, metavar="N", help="longest row with its prompt (%(default)s)")
     add("--batch-size", type=int, default=32, metavar="N", help="prompts at a time (%(default)s)")
     add("--temperature", type=float, default=0.0, metavar="X", help="of the sampling; 0 is greedy (%(default)s)")
     add("--limit", type=int, metavar="N", help="only the first N prompts")
+    add("--heldout", type=float, default=0.0, metavar="SHARE", help="of the prompts to keep for eval (%(default)s)")
+    add("--without", type=Path, metavar="FILE", help="leave out what these prompts ask too")
+    add(
+        "--chat-template-kwargs",
+        type=template_arguments,
+        default={},
+        metavar="JSON",
+        help='for the chat template, as servers take them: {"enable_thinking": false}',
+    )
+    add("--server", metavar="URL", help="let this server complete them (OpenAI's interface: vLLM, SGLang)")
+    add("--server-model", metavar="NAME", help="its name there; default: the first that it lists")
+    add("--concurrency", type=int, default=64, metavar="N", help="questions to the server at a time (%(default)s)")
+
+
+def template_arguments(text: str) -> dict[str, Any]:
+    """For argparse: an object in JSON. Raises ValueError."""
+    found = json.loads(text)
+    if not isinstance(found, dict):
+        raise TypeError(text)
+    return found
 
 
 def run(args: argparse.Namespace) -> int:
     """Completes the prompts and writes the dataset. Raises CannotStart for bad input, TryAgain for a full disk."""
-    for name in ("max_new_tokens", "max_length", "batch_size"):
+    for name in ("max_new_tokens", "max_length", "batch_size", "concurrency"):
         if getattr(args, name) < 1:
             raise CannotStart(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least 1")
     if not args.temperature >= 0:
         raise CannotStart(f"--temperature {args.temperature}: must be 0 or more")
+    if not 0 <= args.heldout < 1:
+        raise CannotStart(f"--heldout {args.heldout}: must be a share: 0 or more, less than 1")
     tokenizer = load_tokenizer(args.target_model)
-    prompts = read_prompts(args.prompts, tokenizer, args.limit)
-    settings = describe(args, tokenizer, prompts)
+    split = split_chats(read_chats(args.prompts, args.limit), args.heldout, args.without)
     output: Path = args.output_dir
-    output.mkdir(parents=True, exist_ok=True)
-    claim(output, settings)
+    more = {"heldout": len(split.held_out), "repeated": split.repeated, "server": args.server}
     with stoppable():
         try:
-            write_dataset(output, prompts, complete(args, prompts, output), settings)
+            if args.responses == "keep":
+                rows, left_out = kept_rows(args, tokenizer, split.chats)
+                settings = describe(args, tokenizer, [row.ids for row in rows])
+            else:
+                prompts = as_prompts(split.chats, tokenizer, args.chat_template_kwargs, args.prompts)
+                settings = describe(args, tokenizer, [prompt.ids for prompt in prompts])
+            output.mkdir(parents=True, exist_ok=True)
+            claim(output, settings)
+            write_heldout(output, split.held_out)
+            if args.responses != "keep":
+                rows, left_out = written_rows(prompts, complete(args, prompts, tokenizer, output))
+            write_dataset(output, rows, {"settings": settings, **more, "left_out": left_out})
         except KeyboardInterrupt:
             print("stopped; the same command goes on from here", file=sys.stderr)
             return 130
@@ -85,6 +135,83 @@ def run(args: argparse.Namespace) -> int:
                 f"output {output}: {error}; mend that, and the same command goes on from here"
             ) from error
     return 0
+
+
+def split_chats(chats: Sequence[Chat], share: float, without: Path | None) -> Split:
+    """Which chats are trained on; the held-out ones by what they ask, so that more prompts change none's side."""
+    known = {chat.key for chat in read_chats(without)} if without else set()
+    held_out = [chat for chat in chats if int(chat.key, 16) < share * 2**256]
+    hidden = {chat.key for chat in held_out}
+    first = {chat.key: chat for chat in reversed(held_out)}
+    rest = [chat for chat in chats if chat.key not in hidden]
+    left = [chat for chat in rest if chat.key not in known]
+    if not left:
+        raise CannotStart(
+            f"no prompt is left to train on: {len(held_out)} held out, {len(rest)} in --without; lower --heldout, "
+            f"or give more prompts"
+        )
+    return Split(left, list(first.values())[::-1], len(rest) - len(left) + len(held_out) - len(first))
+
+
+def write_heldout(output: Path, chats: Sequence[Chat]) -> None:
+    """OUTPUT/heldout.jsonl, for `dflash-train eval` and [eval] of a run."""
+    if not chats:
+        return
+    rows = [
+        {"kind": chat.kind, "messages": chat.asked} | ({"tools": chat.tools} if chat.tools else {})
+        for chat in chats
+    ]
+    unsure = output / f".{HELDOUT_FILE}.new"
+    unsure.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    unsure.replace(output / HELDOUT_FILE)
+
+
+def kept_rows(args: argparse.Namespace, tokenizer: Any, chats: Sequence[Chat]) -> tuple[list[Row], dict[str, int]]:
+    """The rows of chats that are taken as they are, and how many are left out, by reason."""
+    stops = known_stops(args.target_model, tokenizer)
+    rows, left_out = [], Counter[str]()
+    for chat in tqdm(chats, unit="chat", disable=not sys.stderr.isatty()):
+        if chat.turns[-1]["role"] != "assistant":
+            left_out["no answer at the end"] += 1
+            continue
+        found = answered_rows(tokenizer, chat, args.chat_template_kwargs, stops, args.prompts)
+        left_out["the chat template asks in another way than it shows answers"] += not found
+        for row in found:
+            cut = Row(row.kind, row.ids[: args.max_length], row.mask[: args.max_length])
+            if any(a and b for a, b in itertools.pairwise(cut.mask)):
+                rows.append(cut)
+            else:
+                left_out["no two tokens of the assistant in a row"] += 1
+    if not rows:
+        reasons = "; ".join(f"{count} with {reason}" for reason, count in left_out.items() if count)
+        raise CannotStart(f"prompts {args.prompts} have no answers to keep: {reasons}; use --responses write")
+    return rows, {reason: count for reason, count in left_out.items() if count}
+
+
+def known_stops(directory: Path, tokenizer: Any) -> set[int]:
+    """The tokens that end a turn, by the target's generation configuration or its tokenizer."""
+    try:
+        ids = json.loads((directory / "generation_config.json").read_text()).get("eos_token_id")
+    except (OSError, ValueError):
+        ids = None
+    ids = tokenizer.eos_token_id if ids is None else ids
+    return set(ids) if isinstance(ids, list) else {ids}
+
+
+def written_rows(
+    prompts: Sequence[Prompt], completions: Mapping[int, NDArray[np.int32] | None]
+) -> tuple[list[Row], dict[str, int]]:
+    """Prompts with what the target wrote, and how many are left out, by reason."""
+    rows = []
+    for prompt in prompts:
+        answer = completions.get(prompt.index)
+        if answer is not None:
+            mask = (0,) * len(prompt.ids) + (1,) * len(answer)
+            rows.append(Row(prompt.kind, (*prompt.ids, *answer.tolist()), mask))
+    unknown = sum(answer is None for answer in completions.values())
+    short = len(prompts) - len(completions)
+    reasons = {"no room for a completion": short, "the server's text is not that of its tokens": unknown}
+    return rows, {reason: count for reason, count in reasons.items() if count}
 
 
 def read_tokenizer(directory: Path) -> Any:
@@ -106,65 +233,49 @@ def load_tokenizer(directory: Path) -> Any:
     return tokenizer
 
 
-def read_prompts(path: Path, tokenizer: Any, limit: int | None = None) -> list[Prompt]:
+def read_prompts(
+    path: Path, tokenizer: Any, limit: int | None = None, arguments: Mapping[str, Any] | None = None
+) -> list[Prompt]:
     """The first `limit` prompts of a file, tokenized. Raises CannotStart naming the line that is none."""
-    try:
-        lines = path.read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise CannotStart(f"prompts {path} cannot be read: {error}") from error
-    numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()][:limit]
-    if not numbered:
-        raise CannotStart(f"prompts {path} holds no prompt")
-    prompts: list[Prompt] = []
-    for number, line in numbered:
-        try:
-            kind, chat = _parse(line)
-            text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
-        except Exception as error:  # a chat template raises what it likes
-            raise CannotStart(
-                f'{path}:{number}: {" ".join(str(error).split())}; a line is {{"prompt": "…"}}, or {{"messages": '
-                f'[{{"role": "user", "content": "…"}}, …]}} ending with the user\'s turn'
-            ) from error
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-        prompts.append(Prompt(len(prompts), kind, tuple(ids)))
-    return prompts
+    return as_prompts(read_chats(path, limit), tokenizer, arguments or {}, path)
 
 
-def _parse(line: str) -> tuple[str, list[dict[str, str]]]:
-    """Kind and chat of a line. Raises ValueError."""
-    row = json.loads(line)
-    if not isinstance(row, dict) or ("prompt" in row) == ("messages" in row):
-        raise ValueError("neither or both of prompt and messages")
-    chat = row["messages"] if "messages" in row else [{"role": "user", "content": row["prompt"]}]
-    if not isinstance(chat, list) or not chat:
-        raise ValueError("messages is not a list of turns")
-    for turn in chat:
-        if not isinstance(turn, dict) or not all(isinstance(turn.get(key), str) for key in ("role", "content")):
-            raise ValueError("a turn whose role or content is not text")
-    if chat[-1]["role"] != "user" or not chat[-1]["content"].strip():
-        raise ValueError("the last turn is not the user's, or empty")
-    return str(row.get("kind", "")), [{"role": turn["role"], "content": turn["content"]} for turn in chat]
+def as_prompts(chats: Sequence[Chat], tokenizer: Any, arguments: Mapping[str, Any], path: Path) -> list[Prompt]:
+    """Chats as the target reads them before it answers. Raises CannotStart."""
+    return [
+        Prompt(index, chat.kind, prompt_ids(tokenizer, chat, arguments, path)) for index, chat in enumerate(chats)
+    ]
 
 
-def describe(args: argparse.Namespace, tokenizer: Any, prompts: Sequence[Prompt]) -> dict[str, Any]:
-    """What the completions depend on, but for rounding; files and texts as their sha256."""
+def describe(args: argparse.Namespace, tokenizer: Any, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """What the rows depend on, but for rounding; files and texts as their sha256."""
     directory: Path = args.target_model
     try:
         return {
             "target": target_fingerprint(directory),
-            "target_config": _sha256((directory / "config.json").read_bytes()),
-            "tokenizer": _sha256((directory / "tokenizer.json").read_bytes()),
-            "chat_template": _sha256(str(tokenizer.chat_template).encode()),
-            "prompts": _sha256(json.dumps([prompt.ids for prompt in prompts]).encode()),
+            "target_config": sha256((directory / "config.json").read_bytes()),
+            **tokenizer_hashes(directory, tokenizer),
+            "prompts": sha256(json.dumps(prompts).encode()),
             "max_new_tokens": args.max_new_tokens,
             "max_length": args.max_length,
             "temperature": args.temperature,
+            "responses": args.responses,
+            "chat_template_kwargs": json.dumps(args.chat_template_kwargs, sort_keys=True),
         }
     except OSError as error:
         raise CannotStart(f"target {directory}: {error}; give a Hugging Face model directory") from error
 
 
-def _sha256(content: bytes) -> str:
+def tokenizer_hashes(directory: Path, tokenizer: Any) -> dict[str, str]:
+    """What a dataset has in common with the target that it is made for: sha256. Raises OSError."""
+    return {
+        "tokenizer": sha256((directory / "tokenizer.json").read_bytes()),
+        "chat_template": sha256(str(tokenizer.chat_template).encode()),
+    }
+
+
+def sha256(content: bytes) -> str:
+    """In hexadecimal."""
     return hashlib.sha256(content).hexdigest()
 
 
@@ -181,7 +292,7 @@ def claim(output: Path, settings: dict[str, Any]) -> None:
         differing = [
             f"another {key}" if isinstance(value, str) else f"{key} {there[key]}, now {value}"
             for key, value in settings.items()
-            if there[key] != value
+            if there.get(key, value) != value  # a key that an earlier version did not write
         ]
     except (ValueError, KeyError, TypeError) as error:
         raise CannotStart(f"{path} is damaged ({error!r}); choose another --output-dir") from error
@@ -201,8 +312,10 @@ def stoppable() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def complete(args: argparse.Namespace, prompts: Sequence[Prompt], output: Path) -> dict[int, NDArray[np.int32]]:
-    """Prompt index → the target's completion, of every prompt that leaves room for one."""
+def complete(
+    args: argparse.Namespace, prompts: Sequence[Prompt], tokenizer: Any, output: Path
+) -> dict[int, NDArray[np.int32] | None]:
+    """Prompt index → the target's completion, of every prompt that leaves room for one; None if it is not known."""
     fitting = [prompt for prompt in prompts if len(prompt.ids) < args.max_length]
     if len(fitting) < len(prompts):
         print(
@@ -210,60 +323,95 @@ def complete(args: argparse.Namespace, prompts: Sequence[Prompt], output: Path) 
             f"room for a completion; raise --max-length to use them",
             file=sys.stderr,
         )
-    # Similar lengths together, for little padding; the longest first, so that want of memory shows at once.
-    ordered = sorted(fitting, key=lambda prompt: len(prompt.ids), reverse=True)
-    batches = [ordered[i : i + args.batch_size] for i in range(0, len(ordered), args.batch_size)]
     with (output / COMPLETIONS_FILE).open("a+b") as file:
         completions = read_completions(file, output / COMPLETIONS_FILE)
-        left = [batch for batch in batches if any(prompt.index not in completions for prompt in batch)]
-        if left:
-            device = choose_device()
-            dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-            model = load_causal_lm(args.target_model, device, dtype)
-            for batch in _with_progress(left, sum(map(len, batches)), completions):
-                room = [min(args.max_new_tokens, args.max_length - len(prompt.ids)) for prompt in batch]
-                torch.manual_seed(batch[0].index)  # only sampling asks for it
-                answers = generate(model, [prompt.ids for prompt in batch], max(room), args.temperature)
-                for prompt, answer, most in zip(batch, answers, room, strict=True):
-                    completions[prompt.index] = np.array(answer[:most], np.int32)
-                    row = {"prompt": prompt.index, "completion": answer[:most]}
-                    file.write(json.dumps(row).encode() + b"\n")
-                file.flush()
-                os.fsync(file.fileno())
+        by = by_server if args.server else by_target
+        for answers in _with_progress(by(args, fitting, tokenizer, completions), len(fitting), completions):
+            for index, answer in answers.items():
+                completions[index] = None if answer is None else np.array(answer, np.int32)
+                file.write(json.dumps({"prompt": index, "completion": answer}).encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
     return completions
 
 
-def read_completions(file: BinaryIO, path: Path) -> dict[int, NDArray[np.int32]]:
+Answers = Iterator[dict[int, list[int] | None]]
+
+
+def by_target(
+    args: argparse.Namespace, prompts: Sequence[Prompt], _tokenizer: Any, there: Container[int]
+) -> Answers:
+    """What the target itself writes, batch by batch; batches that are there are left out."""
+    # Similar lengths together, for little padding; the longest first, so that want of memory shows at once.
+    ordered = sorted(prompts, key=lambda prompt: len(prompt.ids), reverse=True)
+    batches = [ordered[i : i + args.batch_size] for i in range(0, len(ordered), args.batch_size)]
+    left = [batch for batch in batches if any(prompt.index not in there for prompt in batch)]
+    if not left:
+        return
+    device = choose_device()
+    model = load_causal_lm(args.target_model, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
+    for batch in left:
+        room = [min(args.max_new_tokens, args.max_length - len(prompt.ids)) for prompt in batch]
+        torch.manual_seed(batch[0].index)  # only sampling asks for it
+        answers = generate(model, [prompt.ids for prompt in batch], max(room), args.temperature)
+        yield {p.index: answer[:most] for p, answer, most in zip(batch, answers, room, strict=True)}
+
+
+def by_server(
+    args: argparse.Namespace, prompts: Sequence[Prompt], tokenizer: Any, there: Container[int]
+) -> Answers:
+    """What a server writes, answer by answer."""
+    from dflash_trainer import server
+
+    questions = [
+        server.Question(prompt.index, prompt.ids, min(args.max_new_tokens, args.max_length - len(prompt.ids)))
+        for prompt in prompts
+        if prompt.index not in there
+    ]
+    end = int(tokenizer.eos_token_id)
+    if questions:
+        for key, answer in server.complete(
+            args.server, args.server_model, questions, tokenizer, end, args.temperature, args.concurrency
+        ):
+            yield {key: answer}
+
+
+def read_completions(file: BinaryIO, path: Path) -> dict[int, NDArray[np.int32] | None]:
     """What is in the file so far; cuts off a last line torn by a crash. Raises CannotStart for a damaged one."""
     file.seek(0)
     content = file.read()
     whole = content[: content.rfind(b"\n") + 1]
     file.truncate(len(whole))
-    completions = {}
+    completions: dict[int, NDArray[np.int32] | None] = {}
     for number, line in enumerate(whole.splitlines(), start=1):
         try:
             row = json.loads(line)
-            completions[int(row["prompt"])] = np.array(row["completion"], np.int32)
+            answer = row["completion"]
+            completions[int(row["prompt"])] = None if answer is None else np.array(answer, np.int32)
         except (ValueError, KeyError, TypeError) as error:
             raise CannotStart(f"{path}:{number} is damaged ({error}); remove the line, and go on") from error
     return completions
 
 
-def _with_progress(
-    left: Sequence[Sequence[Prompt]], total: int, completions: dict[int, NDArray[np.int32]]
-) -> Iterator[Sequence[Prompt]]:
-    """The batches that are left; a bar on a terminal, else a line after each."""
-    began = time.monotonic()
-    before = sum(map(len, completions.values()))
+def _with_progress(work: Answers, total: int, completions: Mapping[int, NDArray[np.int32] | None]) -> Answers:
+    """The same answers; a bar on a terminal, else a line now and then."""
+
+    def tokens() -> int:
+        return sum(len(answer) for answer in completions.values() if answer is not None)
+
+    began = told = time.monotonic()
+    before = tokens()
     with tqdm(total=total, initial=len(completions), unit="prompt", disable=not sys.stderr.isatty()) as bar:
-        for batch in left:
-            yield batch
-            tokens = sum(map(len, completions.values())) - before
-            rate = f"{tokens / (time.monotonic() - began):.0f} tokens/s"
+        for answers in work:
+            yield answers
             bar.update(len(completions) - bar.n)
-            bar.set_postfix_str(rate)
-            if bar.disable:
-                print(f"{len(completions)} of {total} prompts, {rate}", file=sys.stderr, flush=True)
+            now = time.monotonic()
+            if len(answers) > 1 or now - told > TELL or len(completions) == total:
+                told = now
+                rate = f"{(tokens() - before) / (now - began):.0f} tokens/s"
+                bar.set_postfix_str(rate)
+                if bar.disable:
+                    print(f"{len(completions)} of {total} prompts, {rate}", file=sys.stderr, flush=True)
 
 
 @torch.no_grad()
@@ -308,46 +456,39 @@ def until_stop(tokens: list[int], stops: set[int]) -> list[int]:
     return tokens[: next((i + 1 for i, token in enumerate(tokens) if token in stops), len(tokens))]
 
 
-def write_dataset(
-    output: Path,
-    prompts: Sequence[Prompt],
-    completions: dict[int, NDArray[np.int32]],
-    settings: dict[str, Any],
-) -> None:
+def write_dataset(output: Path, rows: Sequence[Row], more: dict[str, Any]) -> None:
     """OUTPUT/dataset as datasets.save_to_disk makes it, and a card; appears whole or not at all."""
     from datasets import Dataset, Features, List, Value, disable_progress_bars
 
     disable_progress_bars()
-    chosen = [prompt for prompt in prompts if prompt.index in completions]
-    answers = [completions[prompt.index] for prompt in chosen]
     dataset = Dataset.from_dict(
         {
-            "input_ids": [
-                np.concatenate((np.array(prompt.ids, np.int32), answer))
-                for prompt, answer in zip(chosen, answers, strict=True)
-            ],
-            "loss_mask": [
-                np.repeat(np.array([0, 1], np.int8), (len(prompt.ids), len(answer)))
-                for prompt, answer in zip(chosen, answers, strict=True)
-            ],
+            "input_ids": [np.array(row.ids, np.int32) for row in rows],
+            "loss_mask": [np.array(row.mask, np.int8) for row in rows],
         },
         features=Features({"input_ids": List(Value("int32")), "loss_mask": List(Value("int8"))}),
     )
-    lengths = [len(prompt.ids) + len(answer) for prompt, answer in zip(chosen, answers, strict=True)]
-    supervised = sum(map(len, answers))
+    lengths = [len(row.ids) for row in rows]
+    supervised = sum(sum(row.mask) for row in rows)
     card = {
-        "rows": len(chosen),
+        "rows": len(rows),
         "tokens": sum(lengths),
         "supervised_tokens": supervised,
         "supervised_share": round(supervised / sum(lengths), 4),
-        "kinds": dict(sorted(Counter(prompt.kind for prompt in chosen).items())),
+        "kinds": dict(sorted(Counter(row.kind for row in rows).items())),
         "lengths": length_histogram(lengths),
-        "settings": settings,
+        **more,
     }
     with whole_directory(output / DATASET_DIR) as unfinished:
         dataset.save_to_disk(unfinished)
         (unfinished / CARD_FILE).write_text(json.dumps(card, indent=2) + "\n")
-    print(f"{output / DATASET_DIR}: {len(chosen)} rows, {sum(lengths)} tokens, {supervised} of them supervised")
+    print(f"{output / DATASET_DIR}: {len(rows)} rows, {sum(lengths)} tokens, {supervised} of them supervised")
+    for reason, count in more["left_out"].items():
+        print(f"left out: {count}: {reason}")
+    if more["heldout"]:
+        print(f"{output / HELDOUT_FILE}: {more['heldout']} prompts")
+    if more["repeated"]:
+        print(f"left out: {more['repeated']} prompts that a held-out one asks too")
 
 
 def length_histogram(lengths: Sequence[int]) -> dict[str, int]:

@@ -1,0 +1,209 @@
+"""Chats as people keep them, rendered by a target's template, with a mask over what the assistant said.
+
+The mask comes from the template itself: from its generation marks if it has them, else from what it renders before
+and after each of the assistant's turns. No text is searched for.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dflash_trainer.errors import CannotStart
+
+SPEAKERS = {  # ShareGPT's names of roles
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "bard": "assistant",
+    "chatgpt": "assistant",
+    "system": "system",
+    "tool": "tool",
+    "function": "tool",
+    "observation": "tool",
+}
+GENERATION_MARK = "{%generation"
+FORMS = (
+    'a line is {"prompt": "…"}, {"messages": [{"role": "user", "content": "…"}, …]} or '
+    '{"conversations": [{"from": "human", "value": "…"}, …]}'
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """A line of a file: turns as chat templates take them, with what else each has (tool_calls, …)."""
+
+    number: int  # of the line, from 1
+    kind: str
+    turns: tuple[Mapping[str, Any], ...]
+    tools: Any  # what the template is told of them; None
+
+    @property
+    def asked(self) -> tuple[Mapping[str, Any], ...]:
+        """The turns before the assistant's last, if that is the end."""
+        return self.turns[:-1] if self.turns[-1]["role"] == "assistant" else self.turns
+
+    @property
+    def key(self) -> str:
+        """The same for chats that ask the same, whatever the case and the spaces: sha256."""
+        said = [[turn["role"], " ".join(str(turn.get("content") or "").lower().split())] for turn in self.asked]
+        return hashlib.sha256(json.dumps(said).encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A row of a dataset; `mask` is 1 where the assistant speaks."""
+
+    kind: str
+    ids: tuple[int, ...]
+    mask: tuple[int, ...]
+
+
+def read_chats(path: Path, limit: int | None = None) -> list[Chat]:
+    """The first `limit` chats of a file of JSON lines. Raises CannotStart naming the line that is none."""
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise CannotStart(f"prompts {path} cannot be read: {error}") from error
+    numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()][:limit]
+    if not numbered:
+        raise CannotStart(f"prompts {path} holds no prompt")
+    chats = []
+    for number, line in numbered:
+        try:
+            chats.append(_chat(number, line))
+        except ValueError as error:
+            raise CannotStart(f"{path}:{number}: {' '.join(str(error).split())}; {FORMS}") from error
+    return chats
+
+
+def _chat(number: int, line: str) -> Chat:
+    """Raises ValueError."""
+    row = json.loads(line)
+    kinds = [kind for kind in ("prompt", "messages", "conversations") if isinstance(row, dict) and kind in row]
+    if len(kinds) != 1:
+        raise ValueError("neither or both of prompt and messages")
+    said = row[kinds[0]]
+    if kinds[0] == "prompt":
+        said = [{"role": "user", "content": said}]
+    if not isinstance(said, list) or not said:
+        raise ValueError(f"{kinds[0]} is not a list of turns")
+    turns = [_turn(turn, kinds[0]) for turn in said]
+    asked = turns[:-1] if turns[-1]["role"] == "assistant" else turns
+    if not asked or asked[-1]["role"] not in ("user", "tool") or not str(asked[-1]["content"]).strip():
+        raise ValueError("the last turn that asks is not the user's, or empty")
+    return Chat(number, str(row.get("kind", "")), tuple(turns), row.get("tools"))
+
+
+def _turn(turn: Any, form: str) -> dict[str, Any]:
+    """Raises ValueError."""
+    if form == "conversations" and isinstance(turn, dict) and "from" in turn:
+        if turn["from"] not in SPEAKERS:
+            raise ValueError(f"a turn from {turn['from']!r}, who is none of {', '.join(SPEAKERS)}")
+        turn = {"role": SPEAKERS[turn["from"]], "content": turn.get("value")}
+    if not isinstance(turn, dict) or not isinstance(turn.get("role"), str):
+        raise ValueError("a turn whose role or content is not text")
+    if not isinstance(turn.get("content"), str) and not (turn["role"] == "assistant" and turn.get("tool_calls")):
+        raise ValueError("a turn whose role or content is not text")
+    return {"content": None} | turn
+
+
+def render(
+    tokenizer: Any, chat: Chat, turns: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any], ask: bool
+) -> str:
+    """Some of a chat's turns as the template shows them; with `ask`, what makes the assistant speak next."""
+    text: str = tokenizer.apply_chat_template(
+        list(turns), tools=chat.tools, add_generation_prompt=ask, tokenize=False, **arguments
+    )
+    return text
+
+
+def prompt_ids(tokenizer: Any, chat: Chat, arguments: Mapping[str, Any], path: Path) -> tuple[int, ...]:
+    """What the target reads before it answers. Raises CannotStart if the template does not take the chat."""
+    try:
+        return _ids(tokenizer, render(tokenizer, chat, chat.asked, arguments, ask=True))
+    except Exception as error:  # a chat template raises what it likes
+        raise _refused(path, chat, error) from error
+
+
+def _ids(tokenizer: Any, text: str) -> tuple[int, ...]:
+    return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _refused(path: Path, chat: Chat, error: Exception) -> CannotStart:
+    reason = " ".join(str(error).split())
+    return CannotStart(f"{path}:{chat.number}: the chat template does not take it: {reason}; mend the chat")
+
+
+def answered_rows(
+    tokenizer: Any, chat: Chat, arguments: Mapping[str, Any], stops: AbstractSet[int], path: Path
+) -> list[Row]:
+    """The rows of a chat whose assistant's turns are taken as they are; none if the template cannot show them.
+
+    One row with all its turns; a turn that the template shows otherwise once others follow (as Qwen3 leaves earlier
+    thinking out) is the end of a row of its own, as it was when it was said. Supervised is what the assistant wrote
+    and the token that ended it. Raises CannotStart.
+    """
+    try:
+        if GENERATION_MARK in str(tokenizer.chat_template).replace(" ", "").replace("{%-", "{%"):
+            return [_marked_row(tokenizer, chat, arguments)]
+        return _incremental_rows(tokenizer, chat, arguments, stops)
+    except Exception as error:
+        raise _refused(path, chat, error) from error
+
+
+def _marked_row(tokenizer: Any, chat: Chat, arguments: Mapping[str, Any]) -> Row:
+    """By the template's generation marks."""
+    found = tokenizer.apply_chat_template(
+        list(chat.turns),
+        tools=chat.tools,
+        tokenize=True,
+        return_dict=True,
+        return_assistant_tokens_mask=True,
+        **arguments,
+    )
+    return Row(chat.kind, tuple(found["input_ids"]), tuple(found["assistant_masks"]))
+
+
+def _incremental_rows(
+    tokenizer: Any, chat: Chat, arguments: Mapping[str, Any], stops: AbstractSet[int]
+) -> list[Row]:
+    """By what the template renders before and after each of the assistant's turns."""
+    end = render(tokenizer, chat, chat.turns, arguments, ask=False)
+    together: list[tuple[int, int]] = []  # where in `end` the assistant speaks
+    rows = []
+    for i, turn in enumerate(chat.turns):
+        if turn["role"] != "assistant":
+            continue
+        before = render(tokenizer, chat, chat.turns[:i], arguments, ask=True)
+        after = render(tokenizer, chat, chat.turns[: i + 1], arguments, ask=False)
+        if not after.startswith(before):
+            continue  # it asks for an answer in another way than it shows one
+        if end.startswith(after):
+            together.append((len(before), len(after)))
+        else:
+            rows.append(_row(tokenizer, chat.kind, after, [(len(before), len(after))], stops))
+    if together:
+        rows.append(_row(tokenizer, chat.kind, end[: together[-1][1]], together, stops))
+    return rows
+
+
+def _row(tokenizer: Any, kind: str, text: str, spoken: Sequence[tuple[int, int]], stops: AbstractSet[int]) -> Row:
+    """Tokens piece by piece, as they are when the assistant's begin where it was asked."""
+    ids: list[int] = []
+    mask: list[int] = []
+    at = 0
+    for begin, end in spoken:
+        for piece, own in ((text[at:begin], False), (text[begin:end], True)):
+            tokens = _ids(tokenizer, piece)
+            last = max((i for i, token in enumerate(tokens) if token in stops), default=len(tokens) - 1)
+            ids += tokens
+            mask += [
+                int(own and i <= last) for i in range(len(tokens))
+            ]  # a line feed after the end is the template's
+        at = end
+    return Row(kind, tuple(ids), tuple(mask))
