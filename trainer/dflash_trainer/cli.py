@@ -1,4 +1,4 @@
-"""The command `dflash-train`: trains by default; prepare, eval, check and import-gguf are its other tools.
+"""The command `dflash-train`: trains by default; its other tools are in SUBCOMMANDS.
 
 Whatever ends a training, the last line of the log says in one sentence what it was and what to do, and the
 exit code tells the unit: 0 complete or stopped, 75 worth another attempt, 78 cannot start as configured,
@@ -27,7 +27,7 @@ from dflash_trainer.errors import (
 )
 from dflash_trainer.journal import configure, log
 
-SUBCOMMANDS = ("train", "prepare", "inspect", "eval", "check", "import-gguf")
+SUBCOMMANDS = ("train", "prepare", "inspect", "eval", "export", "check", "import-gguf")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -65,6 +65,7 @@ def parse(words: list[str]) -> argparse.Namespace:
         ("prepare", "prepare", "let the target write completions for prompts, and make a dataset of them"),
         ("inspect", "inspection", "show what a dataset holds: lengths, problems, and rows as text"),
         ("eval", "evaluate", "measure a drafter's acceptance length by speculative decoding"),
+        ("export", "export", "write a drafter to publish or to serve, with a card, or convert it"),
         ("import-gguf", "gguf_import", "turn a GGUF model into a Hugging Face directory"),
     ):
         tool = commands.add_parser(name, help=text, description=text)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from dflash_agent import outputs
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from safetensors.torch import save as serialize
@@ -453,8 +454,34 @@ class Drafter(nn.Module):
         return None if sight == FULL else dense_mask(positions[:, :1], context_length, positions.shape[1], sight)
 
 
+def check_state(state: dict[str, Tensor], config: DrafterConfig) -> None:
+    """Raises CannotStart for a tensor too many, too few or of another shape than the configuration says."""
+    with torch.device("meta"):
+        wanted = {name: tensor.shape for name, tensor in Drafter(config).state_dict().items()}
+    for name in sorted(wanted.keys() | state.keys()):
+        if name not in state:
+            raise CannotStart(f"the drafter lacks {name}; nothing is written")
+        if name not in wanted:
+            raise CannotStart(f"the drafter has {name}, which no reader expects; nothing is written")
+        if state[name].shape != wanted[name]:
+            raise CannotStart(
+                f"{name} is {list(state[name].shape)}, and {CONFIG_FILE} makes it {list(wanted[name])}; nothing is "
+                f"written"
+            )
+
+
+def find_drafter(directory: Path) -> Path:
+    """Where a drafter is: in the directory itself, or, for a checkpoint or a run's output, below it."""
+    below = directory / outputs.DRAFTER_LINK
+    return below if (below / CONFIG_FILE).exists() and not (directory / CONFIG_FILE).exists() else directory
+
+
 def save_drafter(state: dict[str, Tensor], config: DrafterConfig, directory: Path, dtype: torch.dtype) -> None:
-    """Writes a Hugging Face directory that DFlash's readers load. `state` is the drafter's state_dict."""
+    """Writes a Hugging Face directory that DFlash's readers load. `state` is the drafter's state_dict.
+
+    Raises CannotStart for a state that does not fit the configuration.
+    """
+    check_state(state, config)
     directory.mkdir(parents=True, exist_ok=True)
     text = json.dumps(config.to_json(str(dtype).removeprefix("torch.")), indent=2)
     (directory / CONFIG_FILE).write_text(text + "\n")

@@ -16,11 +16,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from dflash_agent import outputs
 from tqdm import tqdm
 
 from dflash_trainer.decode import Generation, Reader, Sampling, speculative_generate
-from dflash_trainer.drafter import CONFIG_FILE, Drafter, load_drafter
+from dflash_trainer.drafter import Drafter, find_drafter, load_drafter
 from dflash_trainer.errors import CannotStart
 from dflash_trainer.host import choose_device
 from dflash_trainer.prepare import generate, load_tokenizer, read_prompts, stop_ids, template_arguments
@@ -125,12 +124,6 @@ def run(args: argparse.Namespace) -> int:
     )
     print(json.dumps(result.as_json(), indent=2) if args.json else result.table(tokenizer))
     return 1 if result.differences else 0
-
-
-def find_drafter(directory: Path) -> Path:
-    """Where a drafter is: in the directory itself, or, for a checkpoint or a run's output, below it."""
-    below = directory / outputs.DRAFTER_LINK
-    return below if (below / CONFIG_FILE).exists() and not (directory / CONFIG_FILE).exists() else directory
 
 
 def by_kind(kinds: Sequence[str], generations: Sequence[Generation], seconds: Sequence[float]) -> dict[str, Scores]:
