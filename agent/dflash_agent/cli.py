@@ -14,21 +14,25 @@ from dflash_agent import (
     checkpoints,
     manager,
     outputs,
+    plot,
     preflight,
     report,
     runfile,
     runtime,
     status,
     story,
+    top,
 )
 from dflash_agent.checks import USER, check_run, findings_of
 from dflash_agent.config import load_config
+from dflash_agent.curves import read_curves
 from dflash_agent.findings import Finding
 from dflash_agent.runfile import ConfigError
 from dflash_agent.verdict import take_snapshot
 
 EXIT_FAILED = 1
 EXIT_REFUSED = 78
+WIDEST, PANEL_HEIGHT = 120, 10  # of a plot in the terminal, characters
 
 
 class Refused(Exception):
@@ -91,6 +95,15 @@ def build_parser() -> argparse.ArgumentParser:
     explain.add_argument("name", metavar="NAME")
     explain.add_argument("--json", action="store_true", help="for programs")
     explain.set_defaults(run=run_explain)
+
+    drawn = commands.add_parser("plot", help="draw the curves of one run or several, here or as a picture")
+    drawn.add_argument("names", metavar="NAME", nargs="+")
+    drawn.add_argument("--output", type=Path, metavar="FILE", help="a picture (PNG), by matplotlib")
+    drawn.set_defaults(run=run_plot)
+
+    live = commands.add_parser("top", help="show runs, stages and GPUs, anew every second; q ends it")
+    live.add_argument("--once", action="store_true", help="one frame, as plain text")
+    live.set_defaults(run=run_top)
 
     saved = commands.add_parser("checkpoints", help="read a run's checkpoints; exit 1 if all are damaged")
     saved.add_argument("name", metavar="NAME")
@@ -245,6 +258,40 @@ def run_explain(args: argparse.Namespace) -> int:
     told = story.attempts(story.read(unit), now)
     print(story.as_json(args.name, told) if args.json else story.table(args.name, told))
     return 0
+
+
+def run_plot(args: argparse.Namespace) -> int:
+    """`dflashctl plot NAME …`."""
+    runs = []
+    for name in args.names:
+        need_run(name)
+        output = Path(runfile.load(runfile.path_of(name)).output.dir)
+        try:
+            curves = read_curves(name, output)
+        except FileNotFoundError:
+            curves = None
+        if curves is None or not curves.by_key:
+            raise Refused(f"{name} has no metrics yet in {output}; they come with its first lines of the log")
+        runs.append(curves)
+    if args.output is not None:
+        try:
+            plot.picture(runs, args.output)
+        except (plot.NoMatplotlib, ValueError) as error:
+            raise Refused(" ".join(str(error).split())) from error
+        print(f"{args.output} written")
+        return 0
+    columns, _ = shutil.get_terminal_size()
+    colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    print(plot.text(runs, min(columns, WIDEST), PANEL_HEIGHT, colour))
+    return 0
+
+
+def run_top(args: argparse.Namespace) -> int:
+    """`dflashctl top`."""
+    if args.once or not (sys.stdin.isatty() and sys.stdout.isatty()):
+        top.once()
+        return 0
+    return top.run()
 
 
 def run_checkpoints(args: argparse.Namespace) -> int:
