@@ -134,9 +134,14 @@ def test_completion_offers_subcommands_and_flags() -> None:
     }}
     dflashctl() {{ PYTHONPATH={agent} {sys.executable} -m dflash_agent.cli "$@"; }}
     source {script}
+    COMP_WORDS=(dflashctl ""); COMP_CWORD=1; _dflashctl; echo "${{COMPREPLY[@]}}"
     COMP_WORDS=(dflashctl ve); COMP_CWORD=1; _dflashctl; echo "${{COMPREPLY[@]}}"
     COMP_WORDS=(dflashctl runtime r); COMP_CWORD=2; _dflashctl; echo "${{COMPREPLY[@]}}"
     COMP_WORDS=(dflashctl new run1 --max-a); COMP_CWORD=3; _dflashctl; echo "${{COMPREPLY[@]}}"
     """
     done = subprocess.run(["bash", "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["verify", "rollback", "--max-anchors"]
+    offered, *others = done.stdout.splitlines()
+    assert [word for line in others for word in line.split()] == ["verify", "rollback", "--max-anchors"]
+    parser = cli.build_parser()
+    (commands,) = (action.choices for action in parser._actions if isinstance(action.choices, dict))
+    assert {word for word in offered.split() if not word.startswith("-")} == set(commands)
