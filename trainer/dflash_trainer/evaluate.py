@@ -234,7 +234,7 @@ class Result:
         lines = [
             _row("", self.scores),
             _row("acceptance length, tokens a step", (f"{s.acceptance_length:.2f}" for s in columns)),
-            _row("  95 % of such sets of prompts", ("{:.2f}–{:.2f}".format(*s.interval) for s in columns)),
+            _row("  95 % interval, over prompts", ("{:.2f}–{:.2f}".format(*s.interval) for s in columns)),
         ]
         lines += [
             _row(f"  of {kind or 'no kind'} ({measured.prompts})", [f"{measured.acceptance_length:.2f}"])
