@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from dflash_agent.runfile import RunFile, settings
+from dflash_agent.runfile import RunFile, settings, settings_of_then
 
 RUN_FILE = "run.json"
 CHECKPOINTS_DIR = "checkpoints"
@@ -121,6 +121,7 @@ def completed(run: RunFile) -> int | None:
     try:
         found = json.loads((output / COMPLETE_FILE).read_text())
         step = int(found.pop("step"))
+        found["settings"] = settings_of_then(found["settings"])
         return step if found == _of(run) and (output / DRAFTER_LINK).exists() else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None

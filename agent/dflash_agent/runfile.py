@@ -390,8 +390,19 @@ def value_of(run: RunFile, key: str) -> Any:
 
 def settings(run: RunFile) -> dict[str, Any]:
     """The keys that shape the result, as JSON has them: equal for all attempts of a run."""
-    values = {key: value_of(run, key) for key, spec in schema() if not spec.metadata["free"]}
-    return {key: list(v) if isinstance(v, tuple) else v for key, v in values.items()}
+    return _as_json({key: value_of(run, key) for key, spec in schema() if not spec.metadata["free"]})
+
+
+def settings_of_then(recorded: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings that an earlier version wrote down: for a key that it did not know it did what the default does."""
+    defaults = {
+        key: spec.default for key, spec in schema() if not spec.metadata["free"] and spec.default is not MISSING
+    }
+    return _as_json(defaults) | dict(recorded)
+
+
+def _as_json(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
 
 
 def render(run: RunFile) -> str:

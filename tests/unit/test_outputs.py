@@ -57,6 +57,11 @@ def test_a_run_is_complete_only_with_the_settings_and_inputs_that_it_was_complet
     assert outputs.completed(a_run(tmp_path, **{"train.epochs": 7})) is None
     assert outputs.completed(a_run(tmp_path, **{"data.dir": "/srv/other"})) is None
     assert outputs.completed(a_run(tmp_path, **{"output.keep_last": 9})) == 240
+    mark = json.loads((tmp_path / "complete.json").read_text())
+    del mark["settings"]["train.distill"]  # as a version wrote it that had no such key
+    (tmp_path / "complete.json").write_text(json.dumps(mark))
+    assert outputs.completed(run) == 240
+    assert outputs.completed(a_run(tmp_path, **{"train.distill": 0.5})) is None
     (tmp_path / "complete.json").write_text("{}")
     assert outputs.completed(run) is None
 

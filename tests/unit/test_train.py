@@ -327,6 +327,24 @@ def test_another_runs_output_is_refused_with_the_keys_and_fresh_puts_it_aside(
     assert drafter_of(aside) == before
 
 
+def test_a_run_that_an_earlier_version_began_goes_on_with_keys_that_it_did_not_know(
+    train_flags: Flags, tmp_path: Path
+) -> None:
+    assert train(train_flags(max_steps=5)).returncode == 0
+    for name in ("run.json", "complete.json"):
+        marker = tmp_path / "out" / name
+        known = json.loads(marker.read_text())
+        for key in ("train.distill", "drafter.init_from", "drafter.sliding_layers"):
+            del known["settings"][key]
+        marker.write_text(json.dumps(known))
+    again = train(train_flags(max_steps=5))
+    assert again.returncode == 0, again.stderr
+    assert "nothing left to train" in again.stderr
+    other = train(train_flags(max_steps=5, distill=0.5))
+    assert other.returncode == 78
+    assert "train.distill 0.0 there, 0.5 now" in last_line(other)
+
+
 def test_settings_that_do_not_shape_the_result_may_change_between_attempts(train_flags: Flags) -> None:
     assert train(train_flags()).returncode == 0
     assert train(train_flags(log_interval=3, save_interval=7, keep_last=2)).returncode == 0

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from dflash_agent import outputs
 from dflash_agent.findings import Finding
-from dflash_agent.runfile import MIXTURE_WIDTH, Drafter, RunFile, settings
+from dflash_agent.runfile import MIXTURE_WIDTH, Drafter, RunFile, settings, settings_of_then
 
 from dflash_trainer.dataset import read_card
 from dflash_trainer.drafter import (
@@ -262,7 +262,7 @@ def claim_output(run: RunFile, identity: dict[str, Any], fresh: bool) -> Path:
 
 
 def _compare(output: Path, there: dict[str, Any], now: dict[str, Any], name: str) -> None:
-    old, new = there["settings"], now["settings"]
+    old, new = settings_of_then(there["settings"]), now["settings"]
     differing = [
         f"{key} {old.get(key)!r} there, {new.get(key)!r} now"
         for key in sorted(old.keys() | new.keys())
