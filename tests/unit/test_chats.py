@@ -117,6 +117,42 @@ def test_supervised_is_what_the_assistant_wrote_and_its_end_whatever_the_templat
     assert row.mask[len(asked)] == 1  # its first token is learned too
 
 
+def test_marks_that_leave_the_end_out_and_characters_of_several_tokens_lose_nothing(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    byte_level = Tokenizer(
+        models.BPE(vocab={c: i for i, c in enumerate(pre_tokenizers.ByteLevel.alphabet())}, merges=[])
+    )
+    byte_level.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    byte_level.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=byte_level, additional_special_tokens=list(MARKS))
+    tokenizer.chat_template = MARKED.replace(
+        "m.content + '<|im_end|>' }}{% endgen", "m.content }}{% endgen"
+    ).replace("{{ '\n' }}{%- else", "{{ '<|im_end|>\n' }}{%- else")
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "yes 🎉"}]
+    (chat,) = chats_of(tmp_path, {"messages": messages})
+    (row,) = answered_rows(tokenizer, chat, {}, stops_of(tokenizer), NOWHERE)
+    assert spoken(tokenizer, row) == ["yes 🎉<|im_end|>"]
+
+
+def test_a_line_separator_inside_a_text_ends_no_line(tmp_path: Path) -> None:
+    path = tmp_path / "chats.jsonl"
+    path.write_text('{"prompt": "one\u2028two"}\n{"prompt": "three"}\r\n')
+    assert [chat.turns[0]["content"] for chat in read_chats(path)] == ["one\u2028two", "three"]
+
+
+def test_arguments_of_a_tool_reach_the_template_as_an_object(tmp_path: Path) -> None:
+    call = {"type": "function", "function": {"name": "weather", "arguments": '{"place": "Ulm"}'}}
+    messages = [
+        {"role": "user", "content": "rain?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "wet"},
+    ]
+    (chat,) = chats_of(tmp_path, {"messages": messages})
+    assert chat.turns[1]["tool_calls"][0]["function"]["arguments"] == {"place": "Ulm"}
+
+
 def test_an_answer_whose_thoughts_are_left_out_later_has_a_row_of_its_own(tmp_path: Path) -> None:
     tokenizer = tokenizer_of(THINKING)
     first, second = "<think>\nhm\n</think>\n\none", "<think>\nso\n</think>\n\ntwo"
@@ -191,3 +227,6 @@ def test_questions_are_the_same_whatever_their_case_spaces_and_answers(tmp_path:
     keys = {chat.key for chat in chats_of(tmp_path, *forms)}
     assert len(keys) == 1
     assert {chat.key for chat in chats_of(tmp_path, {"prompt": "What is snow?"})} != keys
+    turns = [("user", "What is rain?"), ("assistant", "wet"), ("user", "And snow?"), ("assistant", "cold")]
+    (longer,) = chats_of(tmp_path, {"messages": [{"role": role, "content": text} for role, text in turns]})
+    assert keys < longer.keys  # it asks that too, and more

@@ -50,8 +50,18 @@ class Chat:
     @property
     def key(self) -> str:
         """The same for chats that ask the same, whatever the case and the spaces: sha256."""
-        said = [[turn["role"], " ".join(str(turn.get("content") or "").lower().split())] for turn in self.asked]
-        return hashlib.sha256(json.dumps(said).encode()).hexdigest()
+        return _key(self.asked)
+
+    @property
+    def keys(self) -> set[str]:
+        """Of everything that it asks: before each of the assistant's turns, and at its end."""
+        answers = [i for i, turn in enumerate(self.turns) if i and turn["role"] == "assistant"]
+        return {self.key, *(_key(self.turns[:i]) for i in answers)}
+
+
+def _key(turns: Sequence[Mapping[str, Any]]) -> str:
+    said = [[turn["role"], " ".join(str(turn.get("content") or "").lower().split())] for turn in turns]
+    return hashlib.sha256(json.dumps(said).encode()).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +76,7 @@ class Row:
 def read_chats(path: Path, limit: int | None = None) -> list[Chat]:
     """The first `limit` chats of a file of JSON lines. Raises CannotStart naming the line that is none."""
     try:
-        lines = path.read_text().splitlines()
+        lines = path.read_text().split("\n")  # not at what else ends a line: a text may hold it
     except (OSError, UnicodeDecodeError) as error:
         raise CannotStart(f"prompts {path} cannot be read: {error}") from error
     numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()][:limit]
@@ -109,7 +119,18 @@ def _turn(turn: Any, form: str) -> dict[str, Any]:
         raise ValueError("a turn whose role or content is not text")
     if not isinstance(turn.get("content"), str) and not (turn["role"] == "assistant" and turn.get("tool_calls")):
         raise ValueError("a turn whose role or content is not text")
-    return {"content": None} | turn
+    if turn.get("tool_calls"):
+        turn = turn | {"tool_calls": [_call(call) for call in turn["tool_calls"]]}
+    whole: dict[str, Any] = {"content": None} | turn
+    return whole
+
+
+def _call(call: Any) -> Any:
+    """A call of a tool with its arguments as an object, as templates read them; OpenAI has them as text."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+        return call | {"function": function | {"arguments": json.loads(function["arguments"])}}
+    return call
 
 
 def render(
@@ -150,23 +171,38 @@ def answered_rows(
     """
     try:
         if GENERATION_MARK in str(tokenizer.chat_template).replace(" ", "").replace("{%-", "{%"):
-            return [_marked_row(tokenizer, chat, arguments)]
+            return [_marked_row(tokenizer, chat, arguments, stops)]
         return _incremental_rows(tokenizer, chat, arguments, stops)
     except Exception as error:
         raise _refused(path, chat, error) from error
 
 
-def _marked_row(tokenizer: Any, chat: Chat, arguments: Mapping[str, Any]) -> Row:
-    """By the template's generation marks."""
-    found = tokenizer.apply_chat_template(
-        list(chat.turns),
+def _marked_row(tokenizer: Any, chat: Chat, arguments: Mapping[str, Any], stops: AbstractSet[int]) -> Row:
+    """By the template's generation marks, and the token that ends the turn, if it stands right behind them.
+
+    Not by transformers' own mask: it leaves out the last tokens of a turn whose last character takes several.
+    """
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    rendered: Any = render_jinja_template(
+        conversations=[[dict(turn) for turn in chat.turns]],
         tools=chat.tools,
-        tokenize=True,
-        return_dict=True,
+        chat_template=tokenizer.chat_template,
         return_assistant_tokens_mask=True,
+        **tokenizer.special_tokens_map,
         **arguments,
     )
-    return Row(chat.kind, tuple(found["input_ids"]), tuple(found["assistant_masks"]))
+    (text,), (spans,) = rendered
+    out = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    ids, places = out["input_ids"], out["offset_mapping"]
+    mask = [0] * len(ids)
+    for begin, end in spans:
+        own = [i for i, (first, behind) in enumerate(places) if first < end and behind > begin]
+        if own and own[-1] + 1 < len(ids) and ids[own[-1]] not in stops and ids[own[-1] + 1] in stops:
+            own.append(own[-1] + 1)
+        for i in own:
+            mask[i] = 1
+    return Row(chat.kind, tuple(ids), tuple(mask))
 
 
 def _incremental_rows(

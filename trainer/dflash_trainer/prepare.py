@@ -139,18 +139,17 @@ def run(args: argparse.Namespace) -> int:
 
 def split_chats(chats: Sequence[Chat], share: float, without: Path | None) -> Split:
     """Which chats are trained on; the held-out ones by what they ask, so that more prompts change none's side."""
-    known = {chat.key for chat in read_chats(without)} if without else set()
+    known = {key for chat in read_chats(without) for key in chat.keys} if without else set()
     held_out = [chat for chat in chats if int(chat.key, 16) < share * 2**256]
-    hidden = {chat.key for chat in held_out}
     first = {chat.key: chat for chat in reversed(held_out)}
-    rest = [chat for chat in chats if chat.key not in hidden]
-    left = [chat for chat in rest if chat.key not in known]
+    left = [chat for chat in chats if not chat.keys & (first.keys() | known)]
+    repeated = len(chats) - len(left) - len(first)
     if not left:
         raise CannotStart(
-            f"no prompt is left to train on: {len(held_out)} held out, {len(rest)} in --without; lower --heldout, "
-            f"or give more prompts"
+            f"no prompt is left to train on: {len(first)} held out, {repeated} that ask the same or are in "
+            f"--without; lower --heldout, or give more prompts"
         )
-    return Split(left, list(first.values())[::-1], len(rest) - len(left) + len(held_out) - len(first))
+    return Split(left, list(first.values())[::-1], repeated)
 
 
 def write_heldout(output: Path, chats: Sequence[Chat]) -> None:
@@ -368,10 +367,10 @@ def by_server(
         for prompt in prompts
         if prompt.index not in there
     ]
-    end = int(tokenizer.eos_token_id)
+    stops = known_stops(args.target_model, tokenizer)
     if questions:
         for key, answer in server.complete(
-            args.server, args.server_model, questions, tokenizer, end, args.temperature, args.concurrency
+            args.server, args.server_model, questions, tokenizer, stops, args.temperature, args.concurrency
         ):
             yield {key: answer}
 

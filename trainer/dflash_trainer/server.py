@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from typing import Any
@@ -32,15 +33,16 @@ def complete(
     model: str | None,
     questions: Sequence[Question],
     tokenizer: Any,
-    end: int,
+    stops: AbstractSet[int],
     temperature: float,
     concurrency: int,
 ) -> Iterator[tuple[int, list[int] | None]]:
     """Key and tokens of each answer, as they come; None for one whose text is not that of its tokens.
 
-    Servers that tell the tokens of an answer are believed; else its text is tokenized, with the token `end` behind
-    it if the server says that the answer ended by itself. Raises CannotStart if the server refuses, TryAgain if it
-    does not answer after some tries; what came until then has been given.
+    Servers that tell the tokens of an answer are believed; else its text is tokenized, with the target's end token,
+    one of `stops`, behind it if the answer ended by itself, and taken if the server counted as many. Raises
+    CannotStart if the server refuses, TryAgain if it does not answer after some tries; what came until then has
+    been given.
     """
     base, timeout = url.rstrip("/").removesuffix("/v1"), httpx.Timeout(30.0, read=ANSWER)
     with httpx.Client(base_url=base, timeout=timeout, limits=httpx.Limits(max_connections=concurrency)) as client:
@@ -52,12 +54,19 @@ def complete(
                 "prompt": list(question.ids),
                 "max_tokens": question.max_new_tokens,
                 "temperature": temperature,
+                # What the target's generation_config asks for is not its plain choice, which verification goes by.
+                "top_p": 1,
+                "top_k": -1,
+                "min_p": 0,
+                "repetition_penalty": 1,
                 "seed": question.key,
                 "skip_special_tokens": False,
                 "return_token_ids": True,
             }
-            choice = _asked(client, "POST", "/v1/completions", body)["choices"][0]
-            return tokens_of(choice, tokenizer, end)
+            try:
+                return tokens_of(_asked(client, "POST", "/v1/completions", body), tokenizer, stops)
+            except (KeyError, IndexError, TypeError) as error:
+                raise CannotStart(f"server {url}: its answer is no completion ({error!r}); give its URL") from error
 
         with ThreadPoolExecutor(concurrency, "question") as pool:
             waiting = {pool.submit(answer, question): question.key for question in questions}
@@ -69,19 +78,23 @@ def complete(
                     future.cancel()
 
 
-def tokens_of(choice: dict[str, Any], tokenizer: Any, end: int) -> list[int] | None:
-    """The tokens of a choice, the one that ended it included; None if they cannot be known for sure."""
-    ended = choice.get("finish_reason") == "stop"
-    if told := choice.get("token_ids"):
+def tokens_of(answer: dict[str, Any], tokenizer: Any, stops: AbstractSet[int]) -> list[int] | None:
+    """The tokens of an answer, the one that ended it included; None if they cannot be known for sure."""
+    choice = answer["choices"][0]
+    told = choice.get("token_ids")
+    if told:
         ids = [int(token) for token in told]
     else:
         text = str(choice["text"])
         ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
         if tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False) != text:
             return None
-    stop = choice.get("stop_reason")  # vLLM: the token that ended it, if it is not the tokenizer's own
-    last = stop if isinstance(stop, int) else end
-    return [*ids, last] if ended and ids[-1:] != [last] else ids
+    ended = choice.get("finish_reason") == "stop"
+    if ended and not (ids and ids[-1] in stops):  # a text comes without it
+        stop = choice.get("stop_reason")  # vLLM: the token that ended it, if it is not the tokenizer's own
+        ids.append(stop if isinstance(stop, int) else int(tokenizer.eos_token_id))
+    counted = (answer.get("usage") or {}).get("completion_tokens")
+    return ids if told or counted in (None, len(ids), len(ids) - ended) else None
 
 
 def _asked(client: httpx.Client, method: str, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
@@ -100,6 +113,8 @@ def _asked(client: httpx.Client, method: str, path: str, body: dict[str, Any] | 
                 answer: dict[str, Any] = response.json()
                 return answer
             reason = f"status {response.status_code}"
+        except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
+            raise CannotStart(f"server {where}: {error}; give a URL such as http://HOST:8000") from error
         except (httpx.TransportError, ValueError) as error:
             reason = f"{type(error).__name__}: {error}"
         if pause is not None:
