@@ -54,14 +54,16 @@ THINKING = (  # as Qwen3: only what follows the last question keeps its thoughts
 ENDS = {CHATML: "<|im_end|>", MARKED: "<|im_end|>", HEADERS: "<|eot_id|>", MODEL: "<|im_end|>"}
 
 
-def tokenizer_of(template: str) -> Any:
-    """A token for each character, and one for each mark."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+def tokenizer_of(template: str, prefix: bool = False) -> Any:
+    """A token for each character, and one for each mark; with `prefix` a text begins with a space."""
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     letters = {c: i for i, c in enumerate(sorted({*string.printable, "ä", "·"}))}
     plain = Tokenizer(models.WordLevel(letters, unk_token="·"))
     plain.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    if prefix:
+        plain.normalizer = normalizers.Prepend(" ")
     plain.decoder = decoders.Fuse()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain, additional_special_tokens=list(MARKS))
     tokenizer.chat_template = template
@@ -134,6 +136,27 @@ def test_marks_that_leave_the_end_out_and_characters_of_several_tokens_lose_noth
     (chat,) = chats_of(tmp_path, {"messages": messages})
     (row,) = answered_rows(tokenizer, chat, {}, stops_of(tokenizer), NOWHERE)
     assert spoken(tokenizer, row) == ["yes 🎉<|im_end|>"]
+
+
+def test_what_the_template_puts_behind_the_end_is_not_the_assistants_inside_marks_either(tmp_path: Path) -> None:
+    inside = MARKED.replace("'<|im_end|>' }}{% endgeneration %}{{ '\n' }}", "'<|im_end|>\n' }}{% endgeneration %}")
+    assert inside != MARKED
+    tokenizer = tokenizer_of(inside)
+    (chat,) = chats_of(
+        tmp_path, {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    )
+    (row,) = answered_rows(tokenizer, chat, {}, stops_of(tokenizer), NOWHERE)
+    assert spoken(tokenizer, row) == ["b<|im_end|>"]
+
+
+def test_a_tokenizer_that_begins_a_text_with_a_space_puts_none_before_an_answer(tmp_path: Path) -> None:
+    tokenizer = tokenizer_of("{% for m in messages %}{{ m.content }};{% endfor %}", prefix=True)
+    (chat,) = chats_of(
+        tmp_path, {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    )
+    (row,) = answered_rows(tokenizer, chat, {}, stops_of(tokenizer), NOWHERE)
+    assert tokenizer.decode(row.ids) == " a;b;"
+    assert spoken(tokenizer, row) == ["b;"]
 
 
 def test_a_line_separator_inside_a_text_ends_no_line(tmp_path: Path) -> None:

@@ -200,6 +200,10 @@ def test_a_run_is_refused_data_of_another_tokenizer_and_warned_of_another_templa
     (warning,) = [text for severity, text in findings() if severity == "warn"]
     assert "was made with another chat template than the target's" in warning
     tokenizer = json.loads((other / "tokenizer.json").read_text())
+    (other / "tokenizer.json").rename(tmp_path / "tokenizer.json")
+    assert (
+        "may hold tokens of another tokenizer" in [text for severity, text in findings() if severity == "warn"][0]
+    )
     words = tokenizer["model"]["vocab"]
     words["w3"], words["w4"] = words["w4"], words["w3"]
     (other / "tokenizer.json").write_text(json.dumps(tokenizer))

@@ -198,9 +198,9 @@ def _marked_row(tokenizer: Any, chat: Chat, arguments: Mapping[str, Any], stops:
     mask = [0] * len(ids)
     for begin, end in spans:
         own = [i for i, (first, behind) in enumerate(places) if first < end and behind > begin]
-        if own and own[-1] + 1 < len(ids) and ids[own[-1]] not in stops and ids[own[-1] + 1] in stops:
+        if own and own[-1] + 1 < len(ids) and ids[own[-1] + 1] in stops:
             own.append(own[-1] + 1)
-        for i in own:
+        for i in own[: _written([ids[i] for i in own], stops)]:
             mask[i] = 1
     return Row(chat.kind, tuple(ids), tuple(mask))
 
@@ -234,12 +234,21 @@ def _row(tokenizer: Any, kind: str, text: str, spoken: Sequence[tuple[int, int]]
     mask: list[int] = []
     at = 0
     for begin, end in spoken:
-        for piece, own in ((text[at:begin], False), (text[begin:end], True)):
-            tokens = _ids(tokenizer, piece)
-            last = max((i for i, token in enumerate(tokens) if token in stops), default=len(tokens) - 1)
+        for first, behind, own in ((at, begin, False), (begin, end, True)):
+            tokens = _continuation(tokenizer, text[:first], text[:behind])
+            written = _written(tokens, stops) if own else 0
             ids += tokens
-            mask += [
-                int(own and i <= last) for i in range(len(tokens))
-            ]  # a line feed after the end is the template's
+            mask += [1] * written + [0] * (len(tokens) - written)
         at = end
     return Row(kind, tuple(ids), tuple(mask))
+
+
+def _continuation(tokenizer: Any, before: str, after: str) -> tuple[int, ...]:
+    """The tokens of a text behind those of its beginning; alone, a piece may get a space before it."""
+    head, whole = _ids(tokenizer, before), _ids(tokenizer, after)
+    return whole[len(head) :] if whole[: len(head)] == head else _ids(tokenizer, after[len(before) :])
+
+
+def _written(tokens: Sequence[int], stops: AbstractSet[int]) -> int:
+    """How many of a turn's tokens the assistant wrote: a line feed after the end is the template's."""
+    return max((i + 1 for i, token in enumerate(tokens) if token in stops), default=len(tokens))

@@ -85,20 +85,25 @@ def resolve(run: RunFile, data: Survey) -> Inputs:
 
 
 def another_tokenizer(run: RunFile) -> str | None:
-    """Which of "tokenizer" and "chat_template" is not the target's, by the card of the data; None: neither."""
+    """Which of "tokenizer" and "chat_template" is not the target's, by the card of the data; None: neither.
+
+    "unread" if the target has no tokenizer to compare with.
+    """
     known = read_card(Path(run.data.dir)).get("settings", {})
     try:
         if "tokenizer" in known:
             now = tokenizer_hashes(Path(run.target.model), read_tokenizer(Path(run.target.model)))
             return next((name for name, value in now.items() if known.get(name, value) != value), None)
-    except (OSError, CannotStart):  # a target without a tokenizer: there is nothing to compare
-        pass
+    except (OSError, CannotStart):
+        return "unread"
     return None
 
 
-OTHER_TEMPLATE = (
-    "was made with another chat template than the target's; a drafter guesses worse what is served by another one"
-)
+DOUBTS = {  # about data, by what another_tokenizer() says
+    "chat_template": "was made with another chat template than the target's: what is served by this one is guessed "
+    "worse",
+    "unread": "may hold tokens of another tokenizer: that of the target cannot be read",
+}
 
 
 def plan_line(plan: Plan, data: Survey) -> str:
@@ -289,8 +294,8 @@ def check(run: RunFile) -> Iterable[Finding]:
     skipped = sum(data.skipped.values())
     text = f"data {run.data.dir}: {data.summary()}"
     yield Finding("data-unreadable", "warn", text) if skipped else Finding("data", "ok", text)
-    if another_tokenizer(run) == "chat_template":
-        yield Finding("data", "warn", f"data {run.data.dir} {OTHER_TEMPLATE}", "make it anew: dflash-train prepare")
+    if doubt := DOUBTS.get(another_tokenizer(run) or ""):
+        yield Finding("data", "warn", f"data {run.data.dir} {doubt}", "make it anew: dflash-train prepare")
     sizes = inputs.drafter
     yield Finding(
         "config",
