@@ -201,9 +201,8 @@ def test_a_run_is_refused_data_of_another_tokenizer_and_warned_of_another_templa
     assert "was made with another chat template than the target's" in warning
     tokenizer = json.loads((other / "tokenizer.json").read_text())
     (other / "tokenizer.json").rename(tmp_path / "tokenizer.json")
-    assert (
-        "may hold tokens of another tokenizer" in [text for severity, text in findings() if severity == "warn"][0]
-    )
+    (doubt,) = [text for severity, text in findings() if severity == "warn"]
+    assert "may hold tokens of another tokenizer" in doubt
     words = tokenizer["model"]["vocab"]
     words["w3"], words["w4"] = words["w4"], words["w3"]
     (other / "tokenizer.json").write_text(json.dumps(tokenizer))
