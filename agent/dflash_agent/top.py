@@ -131,7 +131,8 @@ def _screen() -> Iterator[None]:
     """A screen of its own, keys without Enter; undone however this ends."""
     keyboard = sys.stdin.fileno()
     before = termios.tcgetattr(keyboard)
-    ended = signal.signal(signal.SIGTERM, _end)
+    # SIGINT too: who was started in the background by a shell without job control inherits that it is ignored.
+    handlers = {number: signal.signal(number, _end) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         tty.setcbreak(keyboard)
         sys.stdout.write(ENTER)
@@ -142,7 +143,8 @@ def _screen() -> Iterator[None]:
         sys.stdout.write(LEAVE)
         sys.stdout.flush()
         termios.tcsetattr(keyboard, termios.TCSADRAIN, before)
-        signal.signal(signal.SIGTERM, ended)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def _end(_number: int, _frame: FrameType | None) -> None:

@@ -83,6 +83,8 @@ class Terminal:
             stdout=slave,
             stderr=subprocess.PIPE,
             start_new_session=True,
+            # As what a shell without job control starts in the background.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
         )
         self.seen = b""
 
