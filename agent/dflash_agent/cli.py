@@ -1,6 +1,7 @@
 """The command dflashctl: makes and checks runs, shows them, and keeps the trainer's runtime."""
 
 import argparse
+import io
 import itertools
 import os
 import pwd
@@ -42,6 +43,8 @@ class Refused(Exception):
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command line and returns its exit code."""
     args = build_parser().parse_args(arguments)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that has no such character shows another one
     try:
         code: int = args.run(args)
         return code

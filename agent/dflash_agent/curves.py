@@ -1,6 +1,7 @@
 """The numbers of a run over its steps, from OUTPUT/metrics.jsonl."""
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,18 +40,18 @@ def read_curves(name: str, output: Path) -> Curves:
             try:
                 row = json.loads(line)
                 step = int(row["step"])
-            except (ValueError, KeyError, TypeError):
+                values = dict(_values(row))
+                shares = [
+                    math.nan if share is None else float(share) for share in row.get("accuracy_by_position", ())
+                ]
+            except (ValueError, KeyError, TypeError, AttributeError, OverflowError):  # a row of somebody else's
                 continue
-            values = dict(_values(row))
             for key, points in found.items():  # steps that an attempt does again replace what was there
                 while points and (points[-1][0] > step or (key in values and points[-1][0] == step)):
                     points.pop()
             for key, value in values.items():
                 found.setdefault(key, []).append((step, value))
-            if isinstance(row.get("accuracy_by_position"), list):
-                by_position = tuple(
-                    float("nan") if share is None else share for share in row["accuracy_by_position"]
-                )
+            by_position = tuple(shares) or by_position
     return Curves(name, {key: points for key, points in found.items() if points}, by_position)
 
 

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import select
-import shutil
 import signal
 import sys
 import termios
@@ -107,11 +106,11 @@ def once() -> None:
 
 def run() -> int:
     """Shows frames until q, Ctrl-C or SIGTERM; the terminal is as it was then."""
-    reading, read_at = gpus.read(), time.monotonic()
     with _screen():
+        reading, read_at = gpus.read(), time.monotonic()
         while True:
             view = take_view(reading)
-            width, height = shutil.get_terminal_size()
+            width, height = os.get_terminal_size(sys.stdout.fileno())  # not what $COLUMNS was once
             lines = frame(view, width)
             if len(lines) > height - 1:
                 lines = [*lines[: max(0, height - 2)], "…"[:width]]
@@ -132,7 +131,10 @@ def _screen() -> Iterator[None]:
     keyboard = sys.stdin.fileno()
     before = termios.tcgetattr(keyboard)
     # SIGINT too: who was started in the background by a shell without job control inherits that it is ignored.
-    handlers = {number: signal.signal(number, _end) for number in (signal.SIGINT, signal.SIGTERM)}
+    ends = (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT, signal.SIGHUP)
+    handlers = {number: signal.signal(number, _end) for number in ends}
+    # Ctrl-Z would leave the shell with this screen.
+    handlers[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, signal.SIG_IGN)
     try:
         tty.setcbreak(keyboard)
         sys.stdout.write(ENTER)

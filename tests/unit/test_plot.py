@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,12 @@ def step(number: int, **more: Any) -> dict[str, Any]:
 def test_curves_are_read_by_key_whatever_else_is_in_the_file(tmp_path: Path) -> None:
     output = rows_of(tmp_path, [step(10), step(20, accuracy_by_position=[0.5, None]), {"step": 20, "other": "x"}])
     with (output / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 25, "acceptance_length": 2.5}\nnonsense\n[1]\n{"torn')
+        file.write(
+            '{"step": 25, "acceptance_length": 2.5}\nnonsense\n[1]\n"x"\n{"step": "x"}\n{"step": Infinity}\n'
+        )
+        for foreign in ('"stages": {"a": 3}', '"stages": {"a": {"busy": "x"}}', '"accuracy_by_position": ["x"]'):
+            file.write(f'{{"step": 26, "loss": 9.0, {foreign}}}\n')
+        file.write('{"torn')
     curves = read_curves("r", output)
     assert curves.by_key["loss"] == [(10, 1.0), (20, 0.5)]
     assert curves.by_key["busy: target"] == [(10, 0.75), (20, 0.75)]
@@ -108,6 +114,20 @@ def test_the_command_draws_and_says_what_is_missing(runs: Path, capsys: pytest.C
     assert cli.main(["plot", "run3"]) == 78
     assert "run3.toml does not exist; runs are: run1, run2" in capsys.readouterr().err
     assert not (runs / "x.png").exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="makes run files")
+def test_a_terminal_without_such_characters_is_no_fault(runs: Path) -> None:
+    agent = next(path for path in sys.path if path.endswith("agent"))
+    there = str(runs / "runs")
+    code = f"from pathlib import Path; from dflash_agent import cli, runfile; runfile.RUNS_DIR = Path({there!r})"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{code}; raise SystemExit(cli.main(['plot', 'run1']))"],
+        env=os.environ | {"PYTHONPATH": agent, "PYTHONIOENCODING": "latin-1"},
+        capture_output=True,
+        check=True,
+    )
+    assert b"loss, nats" in done.stdout
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="makes run files")

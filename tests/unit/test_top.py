@@ -78,7 +78,7 @@ class Terminal:
         self.slave = slave
         self.process = subprocess.Popen(
             [sys.executable, "-m", "dflash_agent.cli", "top", *more],
-            env=os.environ | {"PYTHONPATH": AGENT},
+            env=os.environ | {"PYTHONPATH": AGENT, "COLUMNS": "100", "LINES": "30"},  # as some shells export
             stdin=slave,
             stdout=slave,
             stderr=subprocess.PIPE,
@@ -119,18 +119,25 @@ def terminal() -> Iterator[Terminal]:
     os.close(made.slave)
 
 
-@pytest.mark.parametrize("how", ["q", "Ctrl-C", "SIGTERM"])
+@pytest.mark.parametrize("how", ["q", "SIGINT", "SIGTERM", "SIGQUIT", "SIGHUP"])
 def test_however_it_ends_the_terminal_is_as_it_was(how: str, terminal: Terminal) -> None:
     terminal.wait_for(b"q ends")
     assert top.ENTER.encode() in terminal.seen
     assert termios.tcgetattr(terminal.slave) != terminal.before
-    terminal.resize(6, 30)
+    terminal.process.send_signal(signal.SIGTSTP)  # Ctrl-Z does not leave the shell with this screen
+    terminal.resize(4, 17)
     terminal.seen = b""
-    terminal.wait_for(b"q ends")
+    for _ in range(2):  # the second frame is of the new size for sure
+        terminal.wait_for(b"q ends" + top.CLEAR_LINE.encode() + top.CLEAR_BELOW.encode())
+        shown, terminal.seen = terminal.seen, b""
+    text = shown.decode().rpartition(top.HOME)[2].replace(top.CLEAR_LINE, "").replace(top.CLEAR_BELOW, "")
+    lines = [line.strip("\r") for line in text.split("\n")]
+    assert len(lines) <= 4
+    assert max(map(len, lines)) == 17
     if how == "q":
         os.write(terminal.master, b"q")
     else:
-        terminal.process.send_signal(signal.SIGINT if how == "Ctrl-C" else signal.SIGTERM)
+        terminal.process.send_signal(getattr(signal, how))
     assert terminal.ended() == 0
     assert terminal.seen.endswith(top.LEAVE.encode())
     assert termios.tcgetattr(terminal.slave) == terminal.before
