@@ -7,11 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from dflash_trainer.drafter import Drafter, DrafterConfig, spaced_layer_ids
+from dflash_trainer.completions import generate
+from dflash_trainer.drafter import Drafter
+from dflash_trainer.drafter_config import DrafterConfig, spaced_layer_ids
 from dflash_trainer.loader import Batch, Cutter
 from dflash_trainer.loss import position_weights
 from dflash_trainer.plan import make_plan
-from dflash_trainer.prepare import generate
 from dflash_trainer.step import block_loss
 from dflash_trainer.store import Survey, TokenStore
 from dflash_trainer.target import Target, load_causal_lm, load_target

@@ -42,6 +42,10 @@ def _at_least(least: float) -> Check:
     return lambda value: None if value >= least else f"must be at least {least}"
 
 
+def _one_of(words: tuple[str, ...]) -> Check:
+    return lambda value: None if value in words else f"must be one of {', '.join(words)}"
+
+
 def _share(value: float) -> str | None:
     return None if 0 <= value < 1 else "must be a share: 0 or more, less than 1"
 
@@ -50,16 +54,8 @@ def _up_to_one(value: float) -> str | None:
     return None if 0 <= value <= 1 else "must be from 0 to 1"
 
 
-def _position_weights(value: str) -> str | None:
-    return None if value in POSITION_WEIGHTS else f"must be one of {', '.join(POSITION_WEIGHTS)}"
-
-
 def _above_zero(value: float) -> str | None:
     return None if 0 < value < float("inf") else "must be above 0"
-
-
-def _a_dtype(value: str) -> str | None:
-    return None if value in DTYPES else f"must be one of {', '.join(DTYPES)}"
 
 
 def _a_path(value: str) -> str | None:
@@ -84,22 +80,6 @@ def _devices(value: str) -> str | None:
     if any(word.startswith("MIG-") for word in words):
         return "names part of a GPU; a run needs whole ones"
     return "must be auto, none, or indices, UUIDs (GPU-…) or bus ids (3b:00.0) with commas and no spaces"
-
-
-def _on_dirty(value: str) -> str | None:
-    return None if value in ON_DIRTY else f"must be one of {', '.join(ON_DIRTY)}"
-
-
-def _slow_kernels(value: str) -> str | None:
-    return None if value in SLOW_KERNELS else f"must be one of {', '.join(SLOW_KERNELS)}"
-
-
-def _compile(value: str) -> str | None:
-    return None if value in COMPILE else f"must be one of {', '.join(COMPILE)}"
-
-
-def _attention(value: str) -> str | None:
-    return None if value in ATTENTION else f"must be one of {', '.join(ATTENTION)}"
 
 
 def _a_span(value: str) -> str | None:
@@ -130,18 +110,22 @@ class Target:
     dtype: str = _key(
         "--target-dtype",
         "auto (bfloat16 on a GPU, float32 on a CPU), float32, bfloat16, or float8 for large matrix products",
-        _a_dtype,
+        _one_of(DTYPES),
         "auto",
     )
     slow_kernels: str = _key(
         "--slow-kernels",
         "whether a GPU may run linear attention without flash-linear-attention: refuse or allow",
-        _slow_kernels,
+        _one_of(SLOW_KERNELS),
         "refuse",
         free=True,
     )
     compile: str = _key(
-        "--target-compile", "whether its layers are compiled: auto (on a GPU) or never", _compile, "auto", free=True
+        "--target-compile",
+        "whether its layers are compiled: auto (on a GPU) or never",
+        _one_of(COMPILE),
+        "auto",
+        free=True,
     )
 
 
@@ -198,13 +182,13 @@ class Train:
     position_weights: str = _key(
         "--position-weights",
         "decay (fixed, falling by loss_decay), or dpace (by the drafter's confidence, arXiv 2605.18810)",
-        _position_weights,
+        _one_of(POSITION_WEIGHTS),
         "decay",
     )
     attention: str = _key(
         "--attention",
         "the drafter's: auto (FlexAttention on a GPU), or dense, slower, which needs no compiler",
-        _attention,
+        _one_of(ATTENTION),
         "auto",
         free=True,
     )
@@ -284,7 +268,7 @@ class Preflight:
     on_dirty: str = _key(
         "--on-dirty",
         "when they are not clean: wait, fail, or reap (end what user dflash has left behind, then wait)",
-        _on_dirty,
+        _one_of(ON_DIRTY),
         "wait",
         True,
     )

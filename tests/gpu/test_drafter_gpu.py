@@ -13,7 +13,8 @@ import pytest
 import torch
 from conftest import MASK_TOKEN, load_store
 from dflash_agent.runfile import from_flags
-from dflash_trainer.drafter import Drafter, DrafterConfig
+from dflash_trainer.drafter import Drafter
+from dflash_trainer.drafter_config import DrafterConfig
 from dflash_trainer.inputs import drafter_config
 from dflash_trainer.loader import Cutter
 from dflash_trainer.loss import position_weights

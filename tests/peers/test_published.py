@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from dflash_trainer.chats import load_tokenizer, read_prompts
+from dflash_trainer.completions import generate, stop_ids, until_stop
 from dflash_trainer.decode import speculative_generate
 from dflash_trainer.drafter import Drafter, load_drafter, save_drafter
-from dflash_trainer.prepare import generate, load_tokenizer, read_prompts, stop_ids, until_stop
 from dflash_trainer.target import load_causal_lm
 from drafting import (
     CPU,

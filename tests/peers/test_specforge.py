@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 from conftest import MASK_TOKEN, VOCABULARY, load_store
-from dflash_trainer.drafter import Drafter, DrafterConfig
+from dflash_trainer.drafter import Drafter
+from dflash_trainer.drafter_config import DrafterConfig
 from dflash_trainer.loader import Cutter
 from dflash_trainer.loss import position_weights
 from dflash_trainer.plan import make_plan

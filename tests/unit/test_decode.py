@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 from dflash_trainer import decode
+from dflash_trainer.completions import generate
 from dflash_trainer.decode import Reader, Sampling, speculative_generate, verify
 from dflash_trainer.drafter import Drafter
 from dflash_trainer.evaluate import score
 from dflash_trainer.loader import Batch
-from dflash_trainer.prepare import generate
 from dflash_trainer.target import load_causal_lm
 from drafting import (
     CPU,

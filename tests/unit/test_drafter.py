@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from dflash_trainer.drafter import Drafter, DrafterConfig, load_drafter, save_drafter, spaced_layer_ids
+from dflash_trainer.drafter import Drafter, load_drafter, save_drafter
+from dflash_trainer.drafter_config import DrafterConfig, spaced_layer_ids
 from dflash_trainer.errors import CannotStart
 
 CONFIG = DrafterConfig(

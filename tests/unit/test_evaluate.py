@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 from dflash_trainer import decode, evaluate
+from dflash_trainer.completions import generate
 from dflash_trainer.decode import Generation
 from dflash_trainer.drafter import Drafter, save_drafter
 from dflash_trainer.errors import CannotStart
 from dflash_trainer.evaluate import find_differences, score
-from dflash_trainer.prepare import generate
 from dflash_trainer.target import load_causal_lm
 from drafting import (
     CPU,

@@ -13,7 +13,8 @@ import torch
 from conftest import make_target
 from dflash_agent.runfile import from_flags
 from dflash_trainer import export
-from dflash_trainer.drafter import Drafter, DrafterConfig, load_drafter, save_drafter
+from dflash_trainer.drafter import Drafter, load_drafter, save_drafter
+from dflash_trainer.drafter_config import DrafterConfig
 from dflash_trainer.errors import CannotStart
 from dflash_trainer.inputs import drafter_config
 from dflash_trainer.target import read_config
@@ -98,6 +99,37 @@ def test_the_documented_tensors_are_those_that_are_written(second: bool, tmp_pat
 def test_a_configuration_comes_back_as_it_was(changes: dict[str, Any]) -> None:
     config = made(**changes).config
     assert DrafterConfig.from_json(json.loads(json.dumps(config.to_json("float32")))) == config
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"dflash_config": {"causal": True}}, "causal"),
+        ({"dflash_config": {"attention_sink_bias": True, "use_swa": True}}, "attention_sink_bias, use_swa"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0}}, "factor, rope_type"),
+        ({"rope_parameters": {"rope_theta": 1e6, "partial_rotary_factor": 0.25}}, "partial_rotary_factor"),
+        ({"rope_scaling": {"type": "linear"}}, "rope_scaling"),
+        ({"layer_types": ["sliding_attention"] * 2, "sliding_window": None}, "sliding_window is missing"),
+        ({"layer_types": ["linear_attention"] * 2}, "unknown layer_types linear_attention"),
+    ],
+)
+def test_a_published_drafter_of_a_kind_that_is_not_known_is_refused(
+    change: dict[str, Any], reason: str, drafter_dir: Path
+) -> None:
+    values = json.loads((drafter_dir / "config.json").read_text())
+    change = change | {"dflash_config": values["dflash_config"] | change.get("dflash_config", {})}
+    (drafter_dir / "config.json").write_text(json.dumps(values | change))
+    with pytest.raises(CannotStart, match=f"is not a drafter that can be read: ValueError: .*{reason}"):
+        load_drafter(drafter_dir)
+
+
+def test_a_block_size_beside_the_other_entries_of_dflash_is_read_too(drafter_dir: Path) -> None:
+    values = json.loads((drafter_dir / "config.json").read_text())
+    values["dflash_config"]["block_size"] = values.pop("block_size")
+    values["rope_parameters"] |= {"partial_rotary_factor": 1.0}
+    values["rope_scaling"] = None
+    (drafter_dir / "config.json").write_text(json.dumps(values))
+    assert load_drafter(drafter_dir).config == small_config()
 
 
 def test_the_targets_partial_and_multimodal_rotation_is_not_the_drafters(tmp_path: Path) -> None:

@@ -7,9 +7,10 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from dflash_trainer.chats import load_tokenizer
+from dflash_trainer.completions import generate, stop_ids
 from dflash_trainer.errors import CannotStart
 from dflash_trainer.gguf_import import import_gguf
-from dflash_trainer.prepare import generate, load_tokenizer, stop_ids
 from dflash_trainer.target import load_causal_lm, read_config
 
 CPU = torch.device("cpu")

@@ -17,7 +17,7 @@ import torch
 from conftest import load_store
 from dflash_agent.runfile import from_flags
 from dflash_trainer import prepare
-from dflash_trainer.chats import read_chats
+from dflash_trainer.chats import load_tokenizer, read_chats, read_prompts
 from dflash_trainer.errors import CannotStart, TryAgain
 from dflash_trainer.inputs import check
 from dflash_trainer.target import load_causal_lm
@@ -168,7 +168,7 @@ def test_some_prompts_are_held_out_by_what_they_ask_and_nobody_trains_on_those(
     run(target_dir, prompts, tmp_path / "out", heldout=0.3)
     card = json.loads((tmp_path / "out/dataset/card.json").read_text())
     assert (card["rows"], card["heldout"]) == (20 - len(held), len(held))
-    again = prepare.read_prompts(tmp_path / "out/heldout.jsonl", prepare.load_tokenizer(target_dir))
+    again = read_prompts(tmp_path / "out/heldout.jsonl", load_tokenizer(target_dir))
     assert len(again) == len(held)
     run(target_dir, prompts, tmp_path / "other", without=tmp_path / "out/heldout.jsonl")
     assert rows(tmp_path / "other") == rows(tmp_path / "out")
@@ -198,7 +198,7 @@ def test_a_run_is_refused_data_of_another_tokenizer_and_warned_of_another_templa
     template = (other / "chat_template.jinja").read_text()
     (other / "chat_template.jinja").write_text(template + " ")
     (warning,) = [text for severity, text in findings() if severity == "warn"]
-    assert "was made with another chat template than the target's" in warning
+    assert "was made with another chat template than that of" in warning
     tokenizer = json.loads((other / "tokenizer.json").read_text())
     (other / "tokenizer.json").rename(tmp_path / "tokenizer.json")
     (doubt,) = [text for severity, text in findings() if severity == "warn"]

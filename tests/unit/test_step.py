@@ -12,7 +12,8 @@ import torch
 from conftest import MASK_TOKEN, load_store, make_target
 from dflash_agent.runfile import RunFile, from_flags
 from dflash_trainer import step as step_module
-from dflash_trainer.drafter import Drafter, DrafterConfig
+from dflash_trainer.drafter import Drafter
+from dflash_trainer.drafter_config import DrafterConfig
 from dflash_trainer.errors import CannotStart, is_of_the_gpu, is_out_of_memory
 from dflash_trainer.inputs import drafter_config
 from dflash_trainer.loader import Batch, Cutter

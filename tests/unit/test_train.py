@@ -253,6 +253,8 @@ def test_a_run_begins_with_the_weights_and_the_shape_of_another_drafter(train_fl
     refused = train(train_flags(output_dir=tmp_path / "second", draft_layers=1, block_size=7, **more))
     assert refused.returncode == 78
     assert last_line(refused).endswith("has block_size 5, [drafter] 7; remove that, or set it alike")
+    sliding = train_flags(output_dir=tmp_path / "second", draft_layers=1, block_size=5, sliding_layers="1", **more)
+    assert "has sliding_layers (0,), [drafter] (1,)" in last_line(train(sliding))
     # 5 layers and blocks of 16 are the defaults: nothing was asked for
     done = train(train_flags(output_dir=tmp_path / "second", draft_layers=5, block_size=16, **more))
     assert done.returncode == 0, done.stderr

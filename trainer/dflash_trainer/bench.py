@@ -21,7 +21,7 @@ from dflash_agent.runfile import from_flags
 from torch import nn
 
 from dflash_trainer import autotune
-from dflash_trainer.drafter import DrafterConfig, spaced_layer_ids
+from dflash_trainer.drafter_config import DrafterConfig, spaced_layer_ids
 from dflash_trainer.float8 import TYPE, Float8Linear, product, to_float8
 from dflash_trainer.loader import Batch, Cutter
 from dflash_trainer.loss import position_weights

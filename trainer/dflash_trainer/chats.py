@@ -73,6 +73,50 @@ class Row:
     mask: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A chat that ends with the user's turn, as it stands in its file and as the target reads it."""
+
+    index: int  # among the prompts of the file
+    kind: str
+    ids: tuple[int, ...]
+
+
+def read_tokenizer(directory: Path) -> Any:
+    """The target's tokenizer. Raises CannotStart if it cannot be loaded."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    except (OSError, ValueError) as error:
+        detail = " ".join(str(error).split())[:300]
+        raise CannotStart(f"target {directory}: its tokenizer cannot be loaded: {detail}") from error
+
+
+def load_tokenizer(directory: Path) -> Any:
+    """The same, with a chat template. Raises CannotStart also if it has none."""
+    tokenizer = read_tokenizer(directory)
+    if not tokenizer.chat_template:
+        raise CannotStart(f"target {directory}: its tokenizer has no chat template; use one tuned to instructions")
+    return tokenizer
+
+
+def tokenizer_hashes(directory: Path, tokenizer: Any) -> dict[str, str]:
+    """What a dataset has in common with the target that it is made for: sha256. Raises OSError."""
+    return {
+        "tokenizer": hashlib.sha256((directory / "tokenizer.json").read_bytes()).hexdigest(),
+        "chat_template": hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest(),
+    }
+
+
+def template_arguments(text: str) -> dict[str, Any]:
+    """For argparse: an object in JSON. Raises ValueError, TypeError."""
+    found = json.loads(text)
+    if not isinstance(found, dict):
+        raise TypeError(text)
+    return found
+
+
 def read_chats(path: Path, limit: int | None = None) -> list[Chat]:
     """The first `limit` chats of a file of JSON lines. Raises CannotStart naming the line that is none."""
     try:
@@ -141,6 +185,20 @@ def render(
         list(turns), tools=chat.tools, add_generation_prompt=ask, tokenize=False, **arguments
     )
     return text
+
+
+def read_prompts(
+    path: Path, tokenizer: Any, limit: int | None = None, arguments: Mapping[str, Any] | None = None
+) -> list[Prompt]:
+    """The first `limit` prompts of a file, tokenized. Raises CannotStart naming the line that is none."""
+    return as_prompts(read_chats(path, limit), tokenizer, arguments or {}, path)
+
+
+def as_prompts(chats: Sequence[Chat], tokenizer: Any, arguments: Mapping[str, Any], path: Path) -> list[Prompt]:
+    """Chats as the target reads them before it answers. Raises CannotStart."""
+    return [
+        Prompt(index, chat.kind, prompt_ids(tokenizer, chat, arguments, path)) for index, chat in enumerate(chats)
+    ]
 
 
 def prompt_ids(tokenizer: Any, chat: Chat, arguments: Mapping[str, Any], path: Path) -> tuple[int, ...]:

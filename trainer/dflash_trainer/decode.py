@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dflash_trainer.completions import until_stop
 from dflash_trainer.drafter import Drafter, Remembered
-from dflash_trainer.prepare import until_stop
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,11 +18,13 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from dflash_trainer.chats import load_tokenizer, read_prompts, template_arguments
+from dflash_trainer.completions import generate, stop_ids
 from dflash_trainer.decode import Generation, Reader, Sampling, speculative_generate
-from dflash_trainer.drafter import Drafter, find_drafter, load_drafter
+from dflash_trainer.drafter import Drafter, load_drafter
+from dflash_trainer.drafter_config import find_drafter
 from dflash_trainer.errors import CannotStart
 from dflash_trainer.host import choose_device
-from dflash_trainer.prepare import generate, load_tokenizer, read_prompts, stop_ids, template_arguments
 from dflash_trainer.target import load_causal_lm
 
 RESAMPLED = 2000  # sets of prompts

@@ -14,15 +14,8 @@ from dflash_agent import outputs
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from dflash_trainer.drafter import (
-    CONFIG_FILE,
-    WEIGHTS_FILE,
-    Drafter,
-    DrafterConfig,
-    find_drafter,
-    load_drafter,
-    save_drafter,
-)
+from dflash_trainer.drafter import Drafter, load_drafter, save_drafter
+from dflash_trainer.drafter_config import CONFIG_FILE, WEIGHTS_FILE, DrafterConfig, find_drafter
 from dflash_trainer.errors import CannotStart
 from dflash_trainer.whole import whole_directory
 

@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from dflash_agent.runfile import RunFile, seconds
 
+from dflash_trainer.chats import Prompt, load_tokenizer, read_prompts
+from dflash_trainer.completions import stop_ids
 from dflash_trainer.dataset import read_card
 from dflash_trainer.decode import Generation, speculative_generate
 from dflash_trainer.drafter import Drafter
 from dflash_trainer.errors import is_out_of_memory
 from dflash_trainer.evaluate import score
 from dflash_trainer.journal import WARNING, log
-from dflash_trainer.prepare import Prompt, load_tokenizer, read_prompts, stop_ids
 
 
 @dataclass(frozen=True, slots=True)

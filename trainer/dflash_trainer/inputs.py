@@ -12,8 +12,9 @@ from dflash_agent import outputs
 from dflash_agent.findings import Finding
 from dflash_agent.runfile import MIXTURE_WIDTH, Drafter, RunFile, settings, settings_of_then
 
+from dflash_trainer.chats import read_tokenizer, tokenizer_hashes
 from dflash_trainer.dataset import read_card
-from dflash_trainer.drafter import (
+from dflash_trainer.drafter_config import (
     FULL_ATTENTION,
     SLIDING_ATTENTION,
     DrafterConfig,
@@ -23,7 +24,6 @@ from dflash_trainer.drafter import (
 from dflash_trainer.errors import CannotStart
 from dflash_trainer.heldout import read_heldout
 from dflash_trainer.plan import Plan, make_plan
-from dflash_trainer.prepare import read_tokenizer, tokenizer_hashes
 from dflash_trainer.store import Progress, Survey, TokenStore, load_store, survey
 from dflash_trainer.target import (
     choose_mask_token,
@@ -41,6 +41,7 @@ class Inputs:
     plan: Plan
     drafter: DrafterConfig
     identity: dict[str, Any]  # what makes two attempts the same run; kept as OUTPUT/run.json
+    doubt: str  # see doubt_about()
 
 
 def read_data(run: RunFile, cache: Path, progress: Progress) -> TokenStore:
@@ -64,12 +65,7 @@ def resolve(run: RunFile, data: Survey) -> Inputs:
     """What data and target come to. Raises CannotStart with what is wrong and what to do."""
     directory = Path(run.target.model)
     config = target_config(run)
-    differing = another_tokenizer(run)
-    if differing == "tokenizer":
-        raise CannotStart(
-            f"data {run.data.dir} was made with another tokenizer than that of {directory}; make it anew with "
-            f"`dflash-train prepare`, or give the target that it was made for"
-        )
+    doubt = doubt_about(run)
     plan = make_plan(
         np.diff(data.offsets), run.train.token_budget, run.train.seed, run.train.epochs, run.train.max_steps
     )
@@ -81,29 +77,33 @@ def resolve(run: RunFile, data: Survey) -> Inputs:
     identity = {"settings": settings(run), "target": target_fingerprint(directory), "data": data.fingerprint}
     if begun is not None:
         identity["init_from"] = target_fingerprint(Path(run.drafter.init_from))
-    return Inputs(plan, drafter, identity)
+    return Inputs(plan, drafter, identity, doubt)
 
 
-def another_tokenizer(run: RunFile) -> str | None:
-    """Which of "tokenizer" and "chat_template" is not the target's, by the card of the data; None: neither.
+def doubt_about(run: RunFile) -> str:
+    """What makes its data doubtful for its target, by the data's card; empty: nothing.
 
-    "unread" if the target has no tokenizer to compare with.
+    Raises CannotStart if it was made with another tokenizer.
     """
+    directory = Path(run.target.model)
     known = read_card(Path(run.data.dir)).get("settings", {})
+    if "tokenizer" not in known:
+        return ""
     try:
-        if "tokenizer" in known:
-            now = tokenizer_hashes(Path(run.target.model), read_tokenizer(Path(run.target.model)))
-            return next((name for name, value in now.items() if known.get(name, value) != value), None)
+        now = tokenizer_hashes(directory, read_tokenizer(directory))
     except (OSError, CannotStart):
-        return "unread"
-    return None
-
-
-DOUBTS = {  # about data, by what another_tokenizer() says
-    "chat_template": "was made with another chat template than the target's: what is served by this one is guessed "
-    "worse",
-    "unread": "may hold tokens of another tokenizer: that of the target cannot be read",
-}
+        return f"data {run.data.dir} may hold tokens of another tokenizer: that of {directory} cannot be read"
+    if known["tokenizer"] != now["tokenizer"]:
+        raise CannotStart(
+            f"data {run.data.dir} was made with another tokenizer than that of {directory}; make it anew with "
+            f"`dflash-train prepare`, or give the target that it was made for"
+        )
+    if known.get("chat_template", now["chat_template"]) == now["chat_template"]:
+        return ""
+    return (
+        f"data {run.data.dir} was made with another chat template than that of {directory}: what is served by this "
+        f"one is guessed worse"
+    )
 
 
 def plan_line(plan: Plan, data: Survey) -> str:
@@ -222,10 +222,11 @@ def taken_over(run: RunFile, target: Any, begun: DrafterConfig) -> DrafterConfig
                 f"{where} is of a target with {name} {getattr(begun, name)}, but {run.target.model} has {value}; "
                 f"give a drafter of this target"
             )
+    has = {name: getattr(begun, theirs) for name, theirs in TAKEN_OVER.items()}
+    has["sliding_layers"] = tuple(i for i, kind in enumerate(begun.layer_types) if kind == SLIDING_ATTENTION)
     for spec in fields(Drafter):
-        wanted = getattr(run.drafter, spec.name)
-        if spec.name in TAKEN_OVER and wanted not in (spec.default, getattr(begun, TAKEN_OVER[spec.name])):
-            there = getattr(begun, TAKEN_OVER[spec.name])
+        wanted, there = getattr(run.drafter, spec.name), has.get(spec.name)
+        if there is not None and wanted not in (spec.default, there):
             raise CannotStart(f"{where} has {spec.name} {there}, [drafter] {wanted}; remove that, or set it alike")
     return begun
 
@@ -294,8 +295,8 @@ def check(run: RunFile) -> Iterable[Finding]:
     skipped = sum(data.skipped.values())
     text = f"data {run.data.dir}: {data.summary()}"
     yield Finding("data-unreadable", "warn", text) if skipped else Finding("data", "ok", text)
-    if doubt := DOUBTS.get(another_tokenizer(run) or ""):
-        yield Finding("data", "warn", f"data {run.data.dir} {doubt}", "make it anew: dflash-train prepare")
+    if inputs.doubt:
+        yield Finding("data", "warn", inputs.doubt, "make it anew: dflash-train prepare")
     sizes = inputs.drafter
     yield Finding(
         "config",

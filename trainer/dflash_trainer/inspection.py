@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from dflash_trainer.chats import read_tokenizer
 from dflash_trainer.dataset import data_files
 from dflash_trainer.errors import CannotStart
 from dflash_trainer.host import cache_directory
 from dflash_trainer.metrics import Reading
-from dflash_trainer.prepare import read_tokenizer
 from dflash_trainer.store import TokenStore, load_store
 from dflash_trainer.target import read_config
 

@@ -1,8 +1,7 @@
 """`dflash-train prepare`: prompts or chats → the target's own completions → a dataset to train on.
 
 A drafter learns to predict its target, so it is trained on what the target itself writes, here or in a server, or
-wrote before. Completions are appended to OUTPUT/completions.jsonl batch by batch; when stopped, the same command
-goes on from there and ends with the same dataset, since the batches are a function of the prompts alone.
+wrote before. When stopped, the same command goes on from there and ends with the same dataset.
 """
 
 import argparse
@@ -10,42 +9,39 @@ import contextlib
 import hashlib
 import itertools
 import json
-import os
 import signal
 import sys
-import time
 from collections import Counter
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from dflash_trainer.chats import Chat, Row, answered_rows, prompt_ids, read_chats
+from dflash_trainer.chats import (
+    Chat,
+    Prompt,
+    Row,
+    answered_rows,
+    as_prompts,
+    load_tokenizer,
+    read_chats,
+    template_arguments,
+    tokenizer_hashes,
+)
+from dflash_trainer.completions import complete, stop_ids_of
 from dflash_trainer.dataset import CARD_FILE
 from dflash_trainer.errors import CannotStart, TryAgain
-from dflash_trainer.host import choose_device
-from dflash_trainer.target import load_causal_lm, target_fingerprint
+from dflash_trainer.target import target_fingerprint
 from dflash_trainer.whole import whole_directory
 
-COMPLETIONS_FILE = "completions.jsonl"
 SETTINGS_FILE = "completions.settings.json"
 HELDOUT_FILE = "heldout.jsonl"
 DATASET_DIR = "dataset"
-TELL = 10.0  # seconds between lines of progress
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """A chat that ends with the user's turn, as it stands in its file and as the target reads it."""
-
-    index: int  # among the prompts of the file
-    kind: str
-    ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,14 +82,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--server", metavar="URL", help="let this server complete them (OpenAI's interface: vLLM, SGLang)")
     add("--server-model", metavar="NAME", help="its name there; default: the first that it lists")
     add("--concurrency", type=int, default=64, metavar="N", help="questions to the server at a time (%(default)s)")
-
-
-def template_arguments(text: str) -> dict[str, Any]:
-    """For argparse: an object in JSON. Raises ValueError."""
-    found = json.loads(text)
-    if not isinstance(found, dict):
-        raise TypeError(text)
-    return found
 
 
 def run(args: argparse.Namespace) -> int:
@@ -167,7 +155,7 @@ def write_heldout(output: Path, chats: Sequence[Chat]) -> None:
 
 def kept_rows(args: argparse.Namespace, tokenizer: Any, chats: Sequence[Chat]) -> tuple[list[Row], dict[str, int]]:
     """The rows of chats that are taken as they are, and how many are left out, by reason."""
-    stops = known_stops(args.target_model, tokenizer)
+    stops = stop_ids_of(args.target_model)
     rows, left_out = [], Counter[str]()
     for chat in tqdm(chats, unit="chat", disable=not sys.stderr.isatty()):
         if chat.turns[-1]["role"] != "assistant":
@@ -187,16 +175,6 @@ def kept_rows(args: argparse.Namespace, tokenizer: Any, chats: Sequence[Chat]) -
     return rows, {reason: count for reason, count in left_out.items() if count}
 
 
-def known_stops(directory: Path, tokenizer: Any) -> set[int]:
-    """The tokens that end a turn, by the target's generation configuration or its tokenizer."""
-    try:
-        ids = json.loads((directory / "generation_config.json").read_text()).get("eos_token_id")
-    except (OSError, ValueError):
-        ids = None
-    ids = tokenizer.eos_token_id if ids is None else ids
-    return set(ids) if isinstance(ids, list) else {ids}
-
-
 def written_rows(
     prompts: Sequence[Prompt], completions: Mapping[int, NDArray[np.int32] | None]
 ) -> tuple[list[Row], dict[str, int]]:
@@ -213,48 +191,15 @@ def written_rows(
     return rows, {reason: count for reason, count in reasons.items() if count}
 
 
-def read_tokenizer(directory: Path) -> Any:
-    """The target's tokenizer. Raises CannotStart if it cannot be loaded."""
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(directory, local_files_only=True)
-    except (OSError, ValueError) as error:
-        detail = " ".join(str(error).split())[:300]
-        raise CannotStart(f"target {directory}: its tokenizer cannot be loaded: {detail}") from error
-
-
-def load_tokenizer(directory: Path) -> Any:
-    """The same, with a chat template. Raises CannotStart also if it has none."""
-    tokenizer = read_tokenizer(directory)
-    if not tokenizer.chat_template:
-        raise CannotStart(f"target {directory}: its tokenizer has no chat template; use one tuned to instructions")
-    return tokenizer
-
-
-def read_prompts(
-    path: Path, tokenizer: Any, limit: int | None = None, arguments: Mapping[str, Any] | None = None
-) -> list[Prompt]:
-    """The first `limit` prompts of a file, tokenized. Raises CannotStart naming the line that is none."""
-    return as_prompts(read_chats(path, limit), tokenizer, arguments or {}, path)
-
-
-def as_prompts(chats: Sequence[Chat], tokenizer: Any, arguments: Mapping[str, Any], path: Path) -> list[Prompt]:
-    """Chats as the target reads them before it answers. Raises CannotStart."""
-    return [
-        Prompt(index, chat.kind, prompt_ids(tokenizer, chat, arguments, path)) for index, chat in enumerate(chats)
-    ]
-
-
 def describe(args: argparse.Namespace, tokenizer: Any, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
     """What the rows depend on, but for rounding; files and texts as their sha256."""
     directory: Path = args.target_model
     try:
         return {
             "target": target_fingerprint(directory),
-            "target_config": sha256((directory / "config.json").read_bytes()),
+            "target_config": _sha256((directory / "config.json").read_bytes()),
             **tokenizer_hashes(directory, tokenizer),
-            "prompts": sha256(json.dumps(prompts).encode()),
+            "prompts": _sha256(json.dumps(prompts).encode()),
             "max_new_tokens": args.max_new_tokens,
             "max_length": args.max_length,
             "temperature": args.temperature,
@@ -265,16 +210,7 @@ def describe(args: argparse.Namespace, tokenizer: Any, prompts: Sequence[Sequenc
         raise CannotStart(f"target {directory}: {error}; give a Hugging Face model directory") from error
 
 
-def tokenizer_hashes(directory: Path, tokenizer: Any) -> dict[str, str]:
-    """What a dataset has in common with the target that it is made for: sha256. Raises OSError."""
-    return {
-        "tokenizer": sha256((directory / "tokenizer.json").read_bytes()),
-        "chat_template": sha256(str(tokenizer.chat_template).encode()),
-    }
-
-
-def sha256(content: bytes) -> str:
-    """In hexadecimal."""
+def _sha256(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
@@ -309,150 +245,6 @@ def stoppable() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def complete(
-    args: argparse.Namespace, prompts: Sequence[Prompt], tokenizer: Any, output: Path
-) -> dict[int, NDArray[np.int32] | None]:
-    """Prompt index → the target's completion, of every prompt that leaves room for one; None if it is not known."""
-    fitting = [prompt for prompt in prompts if len(prompt.ids) < args.max_length]
-    if len(fitting) < len(prompts):
-        print(
-            f"{len(prompts) - len(fitting)} prompts skipped: {args.max_length} tokens or longer, which leaves no "
-            f"room for a completion; raise --max-length to use them",
-            file=sys.stderr,
-        )
-    with (output / COMPLETIONS_FILE).open("a+b") as file:
-        completions = read_completions(file, output / COMPLETIONS_FILE)
-        by = by_server if args.server else by_target
-        for answers in _with_progress(by(args, fitting, tokenizer, completions), len(fitting), completions):
-            for index, answer in answers.items():
-                completions[index] = None if answer is None else np.array(answer, np.int32)
-                file.write(json.dumps({"prompt": index, "completion": answer}).encode() + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
-    return completions
-
-
-Answers = Iterator[dict[int, list[int] | None]]
-
-
-def by_target(
-    args: argparse.Namespace, prompts: Sequence[Prompt], _tokenizer: Any, there: Container[int]
-) -> Answers:
-    """What the target itself writes, batch by batch; batches that are there are left out."""
-    # Similar lengths together, for little padding; the longest first, so that want of memory shows at once.
-    ordered = sorted(prompts, key=lambda prompt: len(prompt.ids), reverse=True)
-    batches = [ordered[i : i + args.batch_size] for i in range(0, len(ordered), args.batch_size)]
-    left = [batch for batch in batches if any(prompt.index not in there for prompt in batch)]
-    if not left:
-        return
-    device = choose_device()
-    model = load_causal_lm(args.target_model, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
-    for batch in left:
-        room = [min(args.max_new_tokens, args.max_length - len(prompt.ids)) for prompt in batch]
-        torch.manual_seed(batch[0].index)  # only sampling asks for it
-        answers = generate(model, [prompt.ids for prompt in batch], max(room), args.temperature)
-        yield {p.index: answer[:most] for p, answer, most in zip(batch, answers, room, strict=True)}
-
-
-def by_server(
-    args: argparse.Namespace, prompts: Sequence[Prompt], tokenizer: Any, there: Container[int]
-) -> Answers:
-    """What a server writes, answer by answer."""
-    from dflash_trainer import server
-
-    questions = [
-        server.Question(prompt.index, prompt.ids, min(args.max_new_tokens, args.max_length - len(prompt.ids)))
-        for prompt in prompts
-        if prompt.index not in there
-    ]
-    stops = known_stops(args.target_model, tokenizer)
-    if questions:
-        for key, answer in server.complete(
-            args.server, args.server_model, questions, tokenizer, stops, args.temperature, args.concurrency
-        ):
-            yield {key: answer}
-
-
-def read_completions(file: BinaryIO, path: Path) -> dict[int, NDArray[np.int32] | None]:
-    """What is in the file so far; cuts off a last line torn by a crash. Raises CannotStart for a damaged one."""
-    file.seek(0)
-    content = file.read()
-    whole = content[: content.rfind(b"\n") + 1]
-    file.truncate(len(whole))
-    completions: dict[int, NDArray[np.int32] | None] = {}
-    for number, line in enumerate(whole.splitlines(), start=1):
-        try:
-            row = json.loads(line)
-            answer = row["completion"]
-            completions[int(row["prompt"])] = None if answer is None else np.array(answer, np.int32)
-        except (ValueError, KeyError, TypeError) as error:
-            raise CannotStart(f"{path}:{number} is damaged ({error}); remove the line, and go on") from error
-    return completions
-
-
-def _with_progress(work: Answers, total: int, completions: Mapping[int, NDArray[np.int32] | None]) -> Answers:
-    """The same answers; a bar on a terminal, else a line now and then."""
-
-    def tokens() -> int:
-        return sum(len(answer) for answer in completions.values() if answer is not None)
-
-    began = told = time.monotonic()
-    before = tokens()
-    with tqdm(total=total, initial=len(completions), unit="prompt", disable=not sys.stderr.isatty()) as bar:
-        for answers in work:
-            yield answers
-            bar.update(len(completions) - bar.n)
-            now = time.monotonic()
-            if len(answers) > 1 or now - told > TELL or len(completions) == total:
-                told = now
-                rate = f"{(tokens() - before) / (now - began):.0f} tokens/s"
-                bar.set_postfix_str(rate)
-                if bar.disable:
-                    print(f"{len(completions)} of {total} prompts, {rate}", file=sys.stderr, flush=True)
-
-
-@torch.no_grad()
-def generate(
-    model: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int, temperature: float
-) -> list[list[int]]:
-    """The model's continuation of each prompt, with the token that ended it.
-
-    Its own distribution, or greedy at temperature 0: no penalty or filter that its generation_config asks for,
-    since speculative decoding verifies against the model's plain choice.
-    """
-    from transformers import GenerationConfig
-
-    stops = stop_ids(model)
-    longest = max(map(len, prompts))
-    pad = min(stops)
-    rows = [[pad] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
-    seen = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
-    model.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
-        eos_token_id=sorted(stops),
-        pad_token_id=pad,
-        max_new_tokens=max_new_tokens,
-        **({"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}),
-    )
-    out = model.generate(
-        input_ids=torch.tensor(rows, device=model.device), attention_mask=torch.tensor(seen, device=model.device)
-    )
-    return [until_stop(row, stops) for row in out[:, longest:].tolist()]
-
-
-def stop_ids(model: Any) -> set[int]:
-    """The tokens that end a turn, by the model's generation configuration. Raises CannotStart."""
-    for config in (model.generation_config, model.config.get_text_config()):
-        ids = config.eos_token_id
-        if ids is not None:
-            return set(ids) if isinstance(ids, list) else {ids}
-    raise CannotStart("the target names no end token: set eos_token_id in its generation_config.json")
-
-
-def until_stop(tokens: list[int], stops: set[int]) -> list[int]:
-    """The tokens up to the first stop token, and with it."""
-    return tokens[: next((i + 1 for i, token in enumerate(tokens) if token in stops), len(tokens))]
 
 
 def write_dataset(output: Path, rows: Sequence[Row], more: dict[str, Any]) -> None:

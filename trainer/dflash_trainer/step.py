@@ -12,7 +12,8 @@ from dflash_agent import outputs
 from dflash_agent.runfile import RunFile
 from torch import Tensor
 
-from dflash_trainer.drafter import Drafter, DrafterConfig, load_drafter, save_drafter
+from dflash_trainer.drafter import Drafter, load_drafter, save_drafter
+from dflash_trainer.drafter_config import DrafterConfig
 from dflash_trainer.errors import CannotStart, is_compiling
 from dflash_trainer.journal import log
 from dflash_trainer.loader import Batch

@@ -106,7 +106,7 @@ def load_causal_lm(directory: Path, device: torch.device, dtype: torch.dtype, la
 
     config = read_config(directory)
     if layers is not None:
-        keep_layers(config, layers)
+        _keep_layers(config, layers)
     try:
         with _quiet():  # the weights that are left out on purpose fill pages
             loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -151,7 +151,7 @@ def _quiet() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def keep_layers(config: Any, layers: int) -> None:
+def _keep_layers(config: Any, layers: int) -> None:
     """Shortens a configuration, and what it lists for each layer."""
     before = int(config.num_hidden_layers)
     for name, value in vars(config).items():
@@ -182,7 +182,7 @@ def random_target(config: Any, layer_ids: tuple[int, ...], device: torch.device,
     """A target of these sizes with random weights, made on the device, up to its last tapped layer."""
     from transformers import AutoModelForCausalLM
 
-    keep_layers(config, max(layer_ids) + 1)
+    _keep_layers(config, max(layer_ids) + 1)
     with torch.device(device):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
     return tap(model.eval().requires_grad_(False), layer_ids)
@@ -195,7 +195,7 @@ def tap(model: Any, layer_ids: tuple[int, ...], final: bool = False) -> Target:
     depth = len(decoder.layers) if final else max(layer_ids) + 1
     decoder.layers = nn.ModuleList(_double(layer) for layer in decoder.layers[:depth])
     if not final:
-        keep_layers(decoder.config, depth)
+        _keep_layers(decoder.config, depth)
         decoder.norm = nn.Identity()
     taps = tuple(decoder.layers[i] for i in layer_ids)
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight

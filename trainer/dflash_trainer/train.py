@@ -22,7 +22,7 @@ from dflash_trainer.errors import CannotStart, TryAgain
 from dflash_trainer.float8 import check_float8, to_float8
 from dflash_trainer.heldout import read_heldout
 from dflash_trainer.host import cache_directory, choose_device, process_age
-from dflash_trainer.inputs import DOUBTS, another_tokenizer, claim_output, plan_line, read_data, resolve
+from dflash_trainer.inputs import claim_output, plan_line, read_data, resolve
 from dflash_trainer.journal import ERROR, INFO, WARNING, log
 from dflash_trainer.loader import Cutter
 from dflash_trainer.loss import position_weights
@@ -46,8 +46,8 @@ def train(run: RunFile, fresh: bool = False) -> None:
     log(store.survey.summary(), event="data", priority=WARNING if store.survey.skipped else INFO)
     inputs = resolve(run, store.survey)
     log(plan_line(inputs.plan, store.survey), event="plan", steps=inputs.plan.total_steps)
-    if doubt := DOUBTS.get(another_tokenizer(run) or ""):
-        log(f"data {run.data.dir} {doubt}", event="data-doubted", priority=WARNING)
+    if inputs.doubt:
+        log(inputs.doubt, event="data-doubted", priority=WARNING)
     held = read_heldout(run)
     phases.ended("data")
     output = claim_output(run, inputs.identity, fresh)
