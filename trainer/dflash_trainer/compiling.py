@@ -68,7 +68,7 @@ def make_tracing_thread_safe() -> None:
     tracer.trace = _counted(tracer.trace)
     patcher.patch_method = _for_this_thread(patcher.patch_method)
     # Read by torch.compile's wrapper whenever it is called.
-    fx.is_fx_symbolic_tracing = _if_this_thread_traces(fx.is_fx_symbolic_tracing)  # type: ignore[assignment]
+    fx.is_fx_symbolic_tracing = _if_this_thread_traces(fx.is_fx_symbolic_tracing)
 
 
 def _counted(trace: Callable[..., Any]) -> Callable[..., Any]:
