@@ -57,14 +57,39 @@ assert "symbolically trace a dynamo-optimized function" in str(error), error
     subprocess.run([sys.executable, "-c", code], check=True, timeout=DEADLINE)
 
 
-def test_while_one_thread_traces_another_runs_and_compiles_its_modules() -> None:
+def test_while_one_thread_traces_another_runs_its_modules() -> None:
     compiling.make_tracing_thread_safe()
     module = Doubling()
-    compiled = torch.compile(module, backend="eager")  # compiled in the other thread, as it is called there first
+    compiled = torch.compile(module, backend="eager")
+    compiled(torch.ones(2))
     graph, found = while_traced(lambda: (module(torch.ones(2)), compiled(torch.ones(2))))
     ((plain, fast),) = found  # type: ignore[misc]
     assert plain.tolist() == fast.tolist() == [2.0, 2.0]
     assert [node.op for node in graph.nodes] == ["placeholder", "call_function", "output"]
+
+
+def test_another_thread_compiles_when_the_trace_is_done_and_sees_nothing_of_it() -> None:
+    compiling.make_tracing_thread_safe()
+    methods = nn.Module.__call__, nn.Module.__getattr__
+    seen, results = [], []
+
+    def backend(graph: fx.GraphModule, _inputs: list[Tensor]) -> Callable[..., object]:
+        seen.append((nn.Module.__call__, nn.Module.__getattr__))
+        return graph.forward
+
+    compiled = torch.compile(Doubling(), backend=backend)
+    other = threading.Thread(target=lambda: results.append(compiled(torch.ones(2))))
+
+    def traced(x: Tensor) -> Tensor:
+        other.start()
+        other.join(0.5)
+        assert other.is_alive(), "it compiled during the trace"
+        return x + 1
+
+    fx.Tracer().trace(traced)
+    other.join(DEADLINE)
+    assert [result.tolist() for result in results] == [[2.0, 2.0]]
+    assert seen == [methods]
 
 
 def test_two_threads_that_trace_get_a_graph_each_and_leave_modules_as_they_were() -> None:

@@ -39,15 +39,15 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
-_tracing = threading.RLock()  # one thread traces at a time: two would take back each other's replacements
 
 
 def make_tracing_thread_safe() -> None:
     """Has a trace by torch.fx, of which compiling makes many, concern the thread that traces and no other.
 
     torch (2.11 to 2.13) sets a flag and replaces nn.Module's methods for the whole process meanwhile: the target's
-    forward fails, or gets into the graph, if the drafter's layers are compiled for another size just then. A torch
-    built otherwise is left alone, with a warning.
+    forward fails, or gets into the graph, if the drafter's layers are compiled for another size just then. What is
+    compiled already runs on in other threads; they compile when the trace is done. A torch built otherwise is left
+    alone, with a warning.
     """
     from torch.fx import _symbolic_trace as fx
 
@@ -72,11 +72,15 @@ def make_tracing_thread_safe() -> None:
 
 
 def _counted(trace: Callable[..., Any]) -> Callable[..., Any]:
-    """Tracer.trace, in one thread at a time."""
+    """Tracer.trace, while no other thread traces or compiles.
+
+    Two traces would take back each other's replacements, and what Dynamo sees of them, it compiles.
+    """
+    from torch._dynamo.convert_frame import compile_lock
 
     @functools.wraps(trace)
     def counted(*args: Any, **kwargs: Any) -> Any:
-        with _tracing:
+        with compile_lock:
             _thread.traces += 1
             try:
                 return trace(*args, **kwargs)
